@@ -4,7 +4,7 @@
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
-#                                            PART=0/3: every third slow test of each file
+#                                            PART=0/3: a third of the tests of each file
 #   make test-compiled    those that compile for H100s, without one    EXTRAS=cuda12
 #   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...
 #   make lint    ruff and pyright
@@ -71,7 +71,7 @@ test: $(VENV)/installed-dev
 	$(PYTEST) -m 'not slow and not long'
 
 test-long: $(VENV)/installed-dev
-	$(PYTEST) -m 'long and not slow'
+	$(PYTEST) -m 'long and not slow' $(if $(PART),--part=$(PART))
 
 # pytest exits 5 when it has collected nothing.
 test-slow: $(VENV)/installed-dev

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -68,8 +69,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--part=1/3`: every third of the tests that are left in a file, from the second on; all parts are all tests."""
-    parser.addoption("--part", default="0/1", metavar="K/N", help="every N-th test of each file, from number K on")
+    """`--part=1/3`: every third of the tests that are left in a file; all parts are all tests."""
+    parser.addoption("--part", default="0/1", metavar="K/N", help="every N-th test of each file, part K from 0 on")
 
 
 @pytest.hookimpl(trylast=True)
@@ -79,7 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
-    kept = {id(item) for tests in by_file.values() for item in tests[part::parts]}
+    kept = set[int]()
+    for path, tests in by_file.items():
+        first = (part + zlib.crc32(path.name.encode())) % parts  # files of a single test are divided, too
+        kept |= {id(item) for item in tests[first::parts]}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
