@@ -30,7 +30,7 @@ from mmjax.models.stage_model import StageModel
 from mmjax.recipe import Recipe
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
-from mmjax.weights.table import expand
+from mmjax.weights.table import View, expand
 
 FOLDERS = Path(__file__).parent / "oracles" / "qwen"
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -55,36 +55,41 @@ class Oracle:
 def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
     """The model of a folder, and its leaves."""
     theirs = WeightsFolder.open(str(folder))
-    found = {name: find_pretrained(family, theirs.config) for name, family in MODULES.items()}
-    configs = {name: family.config(**found[name].fields()) for name, family in MODULES.items()}
-    model = multimodal(
-        {"vision": configs["vision"]}, configs["llm"], projectors={"vision": configs["vision_projector"]}
-    )
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for part in (part for stage in stages(model).values() for part in stage.slices):  # a projector's lie in several
-        own = {
-            name.removeprefix(f"{part.module}/"): leaf.logical_shape
-            for leaf in jax.tree.leaves(part.leaves())
-            for name in leaf.names
-        }
-        shapes[part.module] = shapes.get(part.module, {}) | own
-    leaves = {}
-    for module, shape_of in shapes.items():
-        own, config = found[module], configs[module]
-        table = expand(own.rows(config), getattr(config, "layers", 0))
-        places = find_leaves(
-            theirs,
-            module,
-            table,
-            shape_of,
-            prefixes=own.key_prefixes,
-            other_prefixes=own.other_prefixes,
-            unused=own.weights.unused(config),
-        )
-        for leaf, (key, view) in places.items():
-            shape = shape_of[leaf.removeprefix(f"{module}/")]
-            leaves[leaf] = view.read(theirs.tensor(key), shape, tuple(slice(None) for _ in shape))
+    configs = {
+        name: family.config(**find_pretrained(family, theirs.config).fields()) for name, family in MODULES.items()
+    }
+    projectors = {"vision": configs["vision_projector"]}
+    model = multimodal({"vision": configs["vision"]}, configs["llm"], projectors=projectors)
+    shapes, leaves = leaf_shapes(model), {}
+    for name, (key, view) in places_of(theirs, model).items():
+        leaves[name] = view.read(theirs.tensor(key), shapes[name], tuple(slice(None) for _ in shapes[name]))
     return model, leaves
+
+
+def leaf_shapes(model: MultimodalModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf of a model, by name. A projector's leaves lie in several stages."""
+    parts = (part for stage in stages(model).values() for part in stage.slices)
+    leaves = (leaf for part in parts for leaf in jax.tree.leaves(part.leaves()))
+    return {name: leaf.logical_shape for leaf in leaves for name in leaf.names}
+
+
+def places_of(folder: WeightsFolder, model: MultimodalModel) -> dict[str, tuple[str, View]]:
+    """The key and the view of each leaf of a model in its folder, by name."""
+    places, shapes = {}, leaf_shapes(model)
+    for module, family in MODULES.items():
+        found = find_pretrained(family, folder.config)
+        config: Any = model.nodes["vision"].projector if family is PROJECTOR else model.nodes[module].config
+        begins = f"{module}/"
+        places |= find_leaves(
+            folder,
+            module,
+            expand(found.rows(config), getattr(config, "layers", 0)),
+            {name.removeprefix(begins): shape for name, shape in shapes.items() if name.startswith(begins)},
+            prefixes=found.key_prefixes,
+            other_prefixes=found.other_prefixes,
+            unused=found.weights.unused(config),
+        )
+    return places
 
 
 def stages(model: MultimodalModel) -> dict[str, StageModel]:

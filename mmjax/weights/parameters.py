@@ -148,7 +148,8 @@ def find_leaves(
     wrong, places = [], {}
     other_views = {entry.leaf: entry.other_views for entry in entries}
     for leaf, (key, view) in matches.places.items():
-        fitting = (own for own in (view, *other_views[leaf]) if _is_view(folder, shapes[leaf], key, own))
+        views = (view, *other_views[leaf])
+        fitting = (candidate for candidate in views if _is_view(folder, shapes[leaf], key, candidate))
         places[leaf] = key, next(fitting, view)
         try:
             require_shape(folder, leaf, shapes[leaf], *places[leaf])

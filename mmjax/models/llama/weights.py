@@ -246,10 +246,8 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     default_sections = _QWEN3_SECTIONS if is_3 else _SECTIONS
     sections = tuple(rope.get("mrope_section") or default_sections) if model_type in MROPE else ()
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
-    interleaved, fix = (
-        rope.get("mrope_interleaved", True),
-        "transformers interleaves sections in any case; set it to true",
-    )
+    interleaved = rope.get("mrope_interleaved", True)
+    fix = "transformers interleaves sections in any case; set it to true"
     require(interleaved or not is_3, "config.json: mrope_interleaved", interleaved, fix)
     mrope_keys = {"mrope_section"} if sections else set()
     for name in sorted(set(rope) - _ROPE_KEYS - mrope_keys - ({"mrope_interleaved"} if is_3 else set())):
