@@ -92,7 +92,9 @@ def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
     assert projector and len([key for key in of.values if key.startswith(f"deep_{number}_")]) == len(projector.inject)
     parts = np.split(levels, len(projector.inject), axis=1) if projector.inject else []
     for place, (level, layer) in enumerate(zip(parts, projector.inject, strict=True)):
-        features = project(of.leaves, f"vision_projector/inject{layer:03d}", jnp.asarray(level), 1, projector)
+        prefix = f"vision_projector/inject{layer:03d}"
+        leaves = {name: jnp.asarray(leaf) for name, leaf in of.leaves.items() if name.startswith(prefix)}
+        features = project(leaves, prefix, jnp.asarray(level), 1, projector)
         assert apart(features, of.values[f"deep_{number}_{place}"]) < 2e-6
 
 
