@@ -166,12 +166,13 @@ def apart(got: Any, want: np.ndarray) -> float:
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
 
 
-def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
+def configured(folder: Path, kind: str, layout: tuple[str, ...], start: str = "Model.weights") -> Recipe:
+    """The tiny configuration, whose model, or the part that `start` names, begins with a folder."""
     path = write_tiny(folder)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
     settings = (
-        f"Model.weights={str(FOLDERS / kind)!r}",
+        f"{start}={str(FOLDERS / kind)!r}",
         *("Data.sequence_length=96", "Train.eval_samples=0", "Train.clip_norm=0.0", "Train.global_batch=3"),
         *("Train.microbatches=1", "llm/Packing.buckets=((3, 96),)", "vision/Packing.buckets=((3, 160),)"),
     )

@@ -45,6 +45,7 @@ from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vocabulary import cross_entropy
 from mmjax.parity.engine import check
+from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
 from mmjax.reference.arithmetic import project
 from mmjax.train.trainer import Trainer
@@ -394,23 +395,39 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
 
 
-@pytest.mark.long
-@ALL
-def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
-    """Bit for bit, also the half of a patch's kernel that is for a video's second frame."""
-    config = configured(tmp_path, kind, ONE_DEVICE)
+def assert_written_as_read(
+    config: Recipe, kind: str, tmp_path: Path, parts: str, without: tuple[str, ...] = ()
+) -> None:
+    """An export before any step is the folder, of which these parts were read; it lacks the parts `without`."""
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        assert trainer.started[0].startswith(f"vision, vision_projector, llm: parameters of {FOLDERS / kind} (")
+        assert trainer.started[0].startswith(f"{parts}: parameters of {FOLDERS / kind} (")
         trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     made = export_folders(tmp_path / "run", tmp_path / "out")
-    assert made.without == () and list(made.tensors) == [str(tmp_path / "out")]
+    assert made.without == without and list(made.tensors) == [str(tmp_path / "out")]
     want, got = (load_file(place / "model.safetensors") for place in (FOLDERS / kind, tmp_path / "out"))
     assert want.keys() == got.keys()
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDERS / kind / "config.json").read_bytes()
+
+
+@pytest.mark.long
+@ALL
+def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
+    """Bit for bit, also the half of a patch's kernel that is for a video's second frame."""
+    config = configured(tmp_path, kind, ONE_DEVICE)
+    assert_written_as_read(config, kind, tmp_path, "vision, vision_projector, llm")
+
+
+@pytest.mark.long
+def test_the_language_model_alone_is_read_and_written(tmp_path: Path) -> None:
+    """Its experts in two parts, beside a tower of new values; the folder's tower is copied."""
+    layout = ("llm/Layout.tp=1", "llm/Layout.dp=2", "llm/Layout.ep=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4")
+    config = configured(tmp_path, "qwen3_vl_moe", layout, start="llm/Weights.path")
+    assert config.model["llm"].settings.rope_interleaved and config.model["llm"].settings.experts == 4
+    assert_written_as_read(config, "qwen3_vl_moe", tmp_path, "llm", ("vision", "vision_projector"))
 
 
 @pytest.mark.long
