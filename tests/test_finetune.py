@@ -33,6 +33,20 @@ CHAT = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN: Mapping[str, Any] = {
+    "special": (
+        *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<a>", "<|vision_start|>", "<|vision_end|>"),
+        *("<|video_pad|>", "<|image_pad|>"),
+    ),
+    "tokens": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT},
+    "images": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        **{"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 16 * 16, "max_pixels": 24 * 24},
+    },
+    "said": "{}<|im_end|>",
+    "asked": "<|im_start|>assistant",
+}
+"""What a processor of Qwen-VL has beside its folder."""
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llava": {
         "config": "finetune_llava15",
@@ -43,27 +57,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "said": "{}</s>",
         "asked": "ASSISTANT:",
     },
-    "qwen2_vl": {
-        "config": "finetune_qwen2_vl",
-        "folder": ORACLES / "qwen" / "qwen2_vl",
-        "special": (
-            *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<a>", "<|vision_start|>", "<|vision_end|>"),
-            *("<|video_pad|>", "<|image_pad|>"),
-        ),
-        "tokens": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT},
-        "images": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            **{
-                "patch_size": 4,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "min_pixels": 16 * 16,
-                "max_pixels": 24 * 24,
-            },
-        },
-        "said": "{}<|im_end|>",
-        "asked": "<|im_start|>assistant",
-    },
+    "qwen2_vl": {"config": "finetune_qwen2_vl", "folder": ORACLES / "qwen" / "qwen2_vl", **QWEN},
+    "qwen3_vl": {"config": "finetune_qwen3_vl", "folder": ORACLES / "qwen" / "qwen3_vl", **QWEN},
 }
 """By folder, what a processor has beside it."""
 ICONS = Path(matplotlib.get_data_path()) / "images"
@@ -177,7 +172,12 @@ def test_only_answers_are_learned(family: str, messages: bool, tmp_path: Path) -
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("name", "part", "rate", "left", "right"),
-    [("llava", "", 0.01, 0.1, 0.8), ("llava", "lora", 0.02, 0.35, 0.5), ("qwen2_vl", "", 0.01, 0.1, 0.8)],
+    [
+        ("llava", "", 0.01, 0.1, 0.8),
+        ("llava", "lora", 0.02, 0.35, 0.5),
+        ("qwen2_vl", "", 0.01, 0.1, 0.8),
+        ("qwen3_vl", "", 0.01, 0.1, 0.8),
+    ],
 )
 def test_icons_are_learned(name: str, part: str, rate: float, left: float, right: float, tmp_path: Path) -> None:
     """Their names, by the language model, or by adapters of one whose embeddings and head stay random."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL from their folders: what transformers computes, and torch's gradients, under layouts.
+"""Qwen-VL from its folders: what transformers computes, and torch's gradients, under layouts.
 
 ``tests/oracles/make_qwen.py`` made the folders, three sequences with no, one and four images, and their values.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,179 +14,65 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from qwen_oracle import (
+    FOLDERS,
+    KINDS,
+    MODULES,
+    Oracle,
+    apart,
+    configured,
+    leaves_of_gradients,
+    opened,
+    oracle,
+    packed,
+    places_of,
+    run,
+    sample_of,
+    samples,
+    sent_width,
+    tokens_of,
+)
 from safetensors.numpy import load_file, save_file
-from trial_runs import write_tiny
 
-from mmjax.config import load_config, operative_config
+from mmjax.config import operative_config
 from mmjax.configurable import ConfigError, from_preset
-from mmjax.data.packing import Packer
-from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator
 from mmjax.export.folders import export_folders
-from mmjax.mesh.layout import Layout
-from mmjax.mesh.submesh import Submesh
 from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.flops import parameter_count
-from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.layers import logits
-from mmjax.models.parameters import join_logical
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.stage_model import StageModel
 from mmjax.models.vocabulary import cross_entropy
 from mmjax.parity.engine import check
 from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
+from mmjax.reference.arithmetic import project
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
-from mmjax.weights.parameters import find_leaves
 from mmjax.weights.table import assemble, expand
+from mmjax.weights.write import rewrite
 
-FOLDERS = Path(__file__).parent / "oracles" / "qwen"
-KINDS = ("qwen2_vl", "qwen2_5_vl")
-BOTH = pytest.mark.parametrize("kind", KINDS)
-IMAGE, LENGTH = 263, 104
-MODULES: Mapping[str, Any] = {"vision": FAMILIES["vit"], "vision_projector": PROJECTOR, "llm": FAMILIES["llama"]}
-Arrays = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Oracle:
-    """A folder's model, its parameters by leaf, and what transformers computed."""
-
-    model: MultimodalModel
-    leaves: Arrays
-    values: Arrays
-
-    @property
-    def images(self) -> list[np.ndarray]:
-        return [self.values[f"image_{number}"] for number in range(5)]
-
-
-def opened(folder: Path) -> tuple[MultimodalModel, Arrays]:
-    """The model of a folder, and its leaves."""
-    theirs = WeightsFolder.open(str(folder))
-    found = {name: find_pretrained(family, theirs.config) for name, family in MODULES.items()}
-    configs = {name: family.config(**found[name].fields()) for name, family in MODULES.items()}
-    model = multimodal(
-        {"vision": configs["vision"]}, configs["llm"], projectors={"vision": configs["vision_projector"]}
-    )
-    parts = [part for stage in stages(model).values() for part in stage.slices]
-    leaves = {}
-    for part in parts:
-        shapes = {
-            name.removeprefix(f"{part.module}/"): own.logical_shape
-            for own in jax.tree.leaves(part.leaves())
-            for name in own.names
-        }
-        own, config = found[part.module], configs[part.module]
-        table = expand(own.rows(config), getattr(config, "layers", 0))
-        places = find_leaves(
-            theirs,
-            part.module,
-            table,
-            shapes,
-            prefixes=own.key_prefixes,
-            other_prefixes=own.other_prefixes,
-            unused=own.weights.unused(config),
-        )
-        for leaf, (key, view) in places.items():
-            shape = shapes[leaf.removeprefix(f"{part.module}/")]
-            leaves[leaf] = view.read(theirs.tensor(key), shape, tuple(slice(None) for _ in shape))
-    return model, leaves
-
-
-def stages(model: MultimodalModel) -> dict[str, StageModel]:
-    """Each module in one stage."""
-    return {stage.module: stage for stage in model.stages({name: Layout() for name in model.nodes})}
-
-
-@cache
-def oracle(kind: str) -> Oracle:
-    return Oracle(*opened(FOLDERS / kind), dict(np.load(FOLDERS / kind / "values.npz")))
-
-
-def samples(values: Mapping[str, np.ndarray], placeholder: int = IMAGE) -> list[Sample]:
-    """The sequences; a token counts unless it is an image's."""
-    images, found = [values[f"image_{number}"] for number in range(5)], []
-    for number in range(3):
-        found.append(sample_of(values[f"tokens_{number}"], images, placeholder))
-    return found
-
-
-def sample_of(tokens: np.ndarray, images: list[np.ndarray], placeholder: int = IMAGE) -> Sample:
-    """A sequence with the first images, which are taken from the list."""
-    is_image, own, left = tokens == IMAGE, [], int((tokens == IMAGE).sum())
-    while left:
-        own.append(images.pop(0))
-        left -= own[-1].shape[0] * own[-1].shape[1] // 64
-    about: Any = {"question": "", "answer": "", "prompt": len(tokens), "media_tokens": {"vision": placeholder}}
-    return Sample(
-        tokens=np.where(is_image, placeholder, tokens).astype(np.int32),
-        loss_weights=(~is_image).astype(np.float32),
-        media={"vision": tuple(own)},
-        **about,
-    )
-
-
-def packed(of: Oracle) -> Any:
-    """All sequences in one row, all images in another."""
-    spec: Any = of.model.encoders["vision"].module.medium
-    about: Any = {"microbatches": 1, "cells": 1, "pad": 0, "text": ((1, LENGTH),), "sequence_length": LENGTH}
-    axes = of.model.nodes["llm"].module.position_axes
-    packer = Packer(encoders={"vision": replace(spec, buckets=((1, 160),))}, axes=axes, **about)
-    return packer.microbatch(samples(of.values), 3)
-
-
-def run(of: Oracle, module: str, inputs: Arrays, carry: Mapping[str, Any], tp: int, then: Any, shared: Any) -> Any:
-    """``then(params, axes, features)`` of a module's stage over ``tp`` ranks, which share tokens where `shared`."""
-    stage, submesh = stages(of.model)[module], Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp])
-    axes = submesh.axes
-    params, specs = {}, {}
-    for part in stage.slices:
-        own, tree = jax.tree.flatten(part.leaves())
-        named: Any = {leaf: jnp.asarray(value) for leaf, value in of.leaves.items()}
-        params[part.module] = jax.tree.unflatten(tree, join_logical(own, named))
-        specs[part.module] = jax.tree.unflatten(tree, [leaf.spec(axes) for leaf in own])
-
-    def body(params: Any, inputs: Any, carry: Any) -> Any:
-        return then(stage, params, inputs, axes, stage.forward(params, inputs, carry, axes, 1)[0])
-
-    given = {name: inputs[name] for name in stage.inputs}
-    out_specs = jax.tree.map(lambda own: submesh.spread.activation(inside=own), shared)
-    mapped = jax.shard_map(body, mesh=submesh.mesh, in_specs=(specs, P(), P()), out_specs=out_specs)
-    return jax.jit(mapped)(params, given, carry)
-
-
-def tokens_of(of: Oracle, batch: Any, tp: int = 1) -> jax.Array:
-    """The image tokens of the packed row."""
-    give = lambda stage, p, inputs, axes, x: stage.give(p, inputs, x, axes)  # noqa: E731
-    return run(of, "vision", batch.inputs["vision"], {}, tp, give, shared=True)
-
-
-def apart(got: Any, want: np.ndarray) -> float:
-    """The largest difference as a share of the largest value."""
-    assert np.shape(got) == want.shape
-    return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
-
+ALL = pytest.mark.parametrize("kind", KINDS)
+OLDER = pytest.mark.parametrize("kind", KINDS[:2])
 
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("qwen2_vl", 1), ("qwen2_5_vl", 2)])
+@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1), strict=True)])
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     """Images of five sizes, most of them cut by windows at their edges; texts with four, one and none of them."""
     of = oracle(kind)
     batch = packed(of)
-    tokens = tokens_of(of, batch, tp)
+    tokens, width = tokens_of(of, batch, tp), of.model.token_width("vision")
     segments, positions = batch.inputs["vision"]["segments"][0], batch.inputs["vision"]["positions"][0]
     sides = {segment: tuple(positions[segments == segment].max(axis=0) + 1) for segment in range(1, 6)}
     for number, image in enumerate(of.images):
         rows, columns = image.shape[0] // 4, image.shape[1] // 4
         (segment,) = [own for own, found in sides.items() if found == (rows, columns)]
         here = np.flatnonzero(segments == segment)[::4] // 4
-        assert apart(tokens[0, here], of.values[f"merged_{number}"]) < 2e-6, number
+        assert apart(tokens[0, here, :width], of.values[f"merged_{number}"]) < 2e-6, number
+        assert_inner_features(of, np.asarray(tokens[0, here, width:]), number)
 
     def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
         said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
@@ -203,43 +87,59 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < 1e-5, number
 
 
-@BOTH
+def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
+    """What an image's features of inner layers become, which lie one beside the other; of Qwen3-VL alone."""
+    projector = of.model.nodes["vision"].projector
+    assert projector and len([key for key in of.values if key.startswith(f"deep_{number}_")]) == len(projector.inject)
+    parts = np.split(levels, len(projector.inject), axis=1) if projector.inject else []
+    for place, (level, layer) in enumerate(zip(parts, projector.inject, strict=True)):
+        prefix = f"vision_projector/inject{layer:03d}"
+        leaves = {name: jnp.asarray(leaf) for name, leaf in of.leaves.items() if name.startswith(prefix)}
+        features = project(leaves, prefix, jnp.asarray(level), 1, projector)
+        assert apart(features, of.values[f"deep_{number}_{place}"]) < 2e-6
+
+
+@ALL
 def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
     of = oracle(kind)
     tokens, positions = of.values["far_tokens"], of.values["far_positions"]
     about = {"tokens": tokens, "targets": tokens, "segments": np.ones(12), "weights": np.ones(12)}
     row = {name: np.asarray(value, np.int32)[None] for name, value in about.items()}
     row |= {"positions": positions[None].astype(np.int32), "vision_index": np.full((1, 12), -1, np.int32)}
-    none = {"vision.0": jnp.zeros((1, 1, 32))}
+    none = {"vision.0": jnp.zeros((1, 1, sent_width(of.model)))}
 
     def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
         return jax.lax.psum(logits(p["llm"], of.model.llm, axes, x), axes.tp)  # of one rank
 
     found = run(of, "llm", row, none, 1, then, shared=False)[0]
-    assert apart(found, of.values["far_logits"]) < 2e-5
+    # At 30,000 the last bit of a frequency is a thousandth of a radian, and Qwen3-VL's have twice as many layers.
+    assert apart(found, of.values["far_logits"]) < (2e-5 if kind in KINDS[:2] else 1e-4)
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], pytest.param(KINDS[0], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2))]
+)
 def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     of = oracle(kind)
     (*_, sample), image = samples(of.values), of.images[0]
     vit, projector = of.model.nodes["vision"].config, of.model.nodes["vision"].projector
     assert projector
-    tokens, _ = encode_image(of.leaves, "vision", vit, image, projector=projector)
+    tokens, levels = encode_image(of.leaves, "vision", vit, image, levels=projector.levels, projector=projector)
     assert apart(tokens, of.values["merged_0"]) < 2e-6
+    assert_inner_features(of, np.concatenate([tokens[:, :0], *levels], axis=1), 0)
     assert apart(sample_logits(of.leaves, of.model, sample), of.values["logits_2"]) < 1e-5
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-@BOTH
+@ALL
 def test_parameters_are_counted(kind: str) -> None:
     tensors = load_file(FOLDERS / kind / "model.safetensors")
     assert sum(parameter_count(oracle(kind).model).values()) == sum(tensor.size for tensor in tensors.values())
 
 
-@BOTH
+@ALL
 def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
     """Every one of them, from leaves."""
     of, written = oracle(kind), {}
@@ -256,7 +156,7 @@ def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
         np.testing.assert_array_equal(written[key], tensor, strict=True)
 
 
-@BOTH
+@OLDER
 def test_newer_keys_and_older_settings_are_the_same_model(kind: str, tmp_path: Path) -> None:
     """Keys as transformers has them in memory; and the text's settings among the whole model's, as the Hub has them."""
     tensors = load_file(FOLDERS / kind / "model.safetensors")
@@ -304,6 +204,47 @@ PUBLISHED = {
     },
 }
 """What the ``config.json`` of published folders says of sizes."""
+_TEXT_3 = dict(
+    **dict(attention_bias=False, head_dim=128, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=5000000),
+    **dict(vocab_size=151936, max_position_embeddings=262144),
+    rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+)
+_TOWER_3 = dict(
+    **dict(num_heads=16, in_channels=3, patch_size=16, spatial_merge_size=2, temporal_patch_size=2),
+    **dict(hidden_act="gelu_pytorch_tanh", num_position_embeddings=2304),
+)
+_SMALL_TOWER = dict(_TOWER_3, depth=24, hidden_size=1024, intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17])
+_TOWER = dict(_TOWER_3, depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24])
+_MOE = dict(decoder_sparse_step=1, mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128)
+PUBLISHED_3: Mapping[str, dict[str, Any]] = {
+    "qwen3-vl-4b": {
+        "model_type": "qwen3_vl",
+        "text_config": dict(
+            **dict(_TEXT_3, model_type="qwen3_vl_text", hidden_size=2560, intermediate_size=9728, num_hidden_layers=36),
+            **dict(num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True),
+        ),
+        "vision_config": dict(_SMALL_TOWER, model_type="qwen3_vl", out_hidden_size=2560),
+        "tie_word_embeddings": True,
+    },
+    "qwen3-vl-8b": {
+        "model_type": "qwen3_vl",
+        "text_config": dict(
+            **dict(_TEXT_3, model_type="qwen3_vl_text", hidden_size=4096, intermediate_size=12288),
+            **dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8),
+        ),
+        "vision_config": dict(_TOWER, model_type="qwen3_vl", out_hidden_size=4096),
+        "tie_word_embeddings": False,
+    },
+    "qwen3-vl-30b-a3b": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": dict(
+            **dict(_TEXT_3, **_MOE, model_type="qwen3_vl_moe_text", hidden_size=2048, intermediate_size=6144),
+            **dict(num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts_per_tok=8),
+        ),
+        "vision_config": dict(_TOWER, model_type="qwen3_vl_moe", out_hidden_size=2048),
+        "tie_word_embeddings": False,
+    },
+}
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -317,6 +258,21 @@ def test_presets_are_the_published_models(preset: str) -> None:
     assert merger == ProjectorConfig(hidden=5120, activation="gelu_exact", norm=norm)
     small = {**PUBLISHED[preset], "tie_word_embeddings": True}  # as the 2B has it
     assert find_pretrained(FAMILIES["llama"], small).fields()["tied"]
+
+
+@pytest.mark.parametrize("preset", PUBLISHED_3)
+def test_presets_of_qwen3_vl_are_the_published_models(preset: str) -> None:
+    published = PUBLISHED_3[preset]
+    for family, extra in ((FAMILIES["vit"], {}), (FAMILIES["llama"], {"balance_loss": 0.001 * preset.endswith("a3b")})):
+        given = {**find_pretrained(family, published).fields(), **extra}
+        assert family.config(preset=preset, **given) == from_preset(family.config, preset)
+    merger, tower = (find_pretrained(family, published).fields() for family in (PROJECTOR, FAMILIES["vit"]))
+    levels = tuple(published["vision_config"]["deepstack_visual_indexes"])
+    of_inner_layers = {"inject": (1, 2, 3), "levels": levels}
+    assert merger == {
+        **{"kind": "mlp", "hidden": 4 * tower["width"], "activation": "gelu_exact", "norm": "layer"},
+        **of_inner_layers,
+    }
 
 
 @pytest.mark.parametrize(
@@ -339,12 +295,63 @@ def test_what_ours_has_not_is_named(part: str, changes: dict[str, Any], message:
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("vision", {"num_position_embeddings": 40}, "config.json: num_position_embeddings=40: must be the square"),
+        ("vision", {"deepstack_visual_indexes": [2, 0]}, "config.json: deepstack_visual_indexes=(2, 0): must rise"),
+        ("text", {"norm_topk_prob": False}, "config.json: norm_topk_prob=False: transformers divides by the sum"),
+        (
+            "text",
+            {"rope_parameters": {"mrope_interleaved": False}},
+            "config.json: mrope_interleaved=False: transformers interleaves",
+        ),
+        (
+            "text",
+            {"rope_parameters": {"mrope_section": [2, 3, 3]}},
+            "Decoder.rope_sections=(2, 3, 3): interleaved rows and columns have at most every third of 8 pairs",
+        ),
+    ],
+)
+def test_what_qwen3_vl_has_not_is_named(part: str, changes: dict[str, Any], message: str) -> None:
+    theirs = json.loads((FOLDERS / "qwen3_vl_moe" / "config.json").read_text())
+    theirs[f"{part}_config"] |= changes
+    with pytest.raises(ConfigError) as refusal:
+        for family in (FAMILIES["vit"], FAMILIES["llama"], PROJECTOR):
+            family.config(**find_pretrained(family, theirs).fields())
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+def test_stacked_experts_of_published_folders_are_the_same_model(tmp_path: Path) -> None:
+    """They have the transposes of what transformers 5 writes under the same keys, and get them back."""
+    kind = "qwen3_vl_moe"
+    tensors = load_file(FOLDERS / kind / "model.safetensors")
+    stacks = {key for key in tensors if ".experts." in key}
+    assert len(stacks) == 8
+    published = {key: np.ascontiguousarray(t.swapaxes(1, 2)) if key in stacks else t for key, t in tensors.items()}
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(published, folder / "model.safetensors")
+    (folder / "config.json").write_bytes((FOLDERS / kind / "config.json").read_bytes())
+    model, leaves = opened(folder)
+    theirs = WeightsFolder.open(str(folder))
+    rewrite(theirs, places_of(theirs, model), lambda names: {name: leaves[name] for name in names}, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == published.keys()
+    for key, tensor in published.items():
+        np.testing.assert_array_equal(written[key], tensor, strict=True)
+    assert leaves.keys() == oracle(kind).leaves.keys()
+    for name, leaf in oracle(kind).leaves.items():
+        np.testing.assert_array_equal(leaves[name], leaf, strict=True)
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 ONE_DEVICE = ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
+SPLIT = "tp, pp and split backward"
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "one device": ONE_DEVICE,
-    "tp, pp and split backward": (
+    SPLIT: (
         *("llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='zb-h1'"),
         *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.pp=2", "vision/Layout.rank_offset=4"),
     ),
@@ -355,52 +362,22 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
-    path = write_tiny(folder)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
-    settings = (
-        f"Model.weights={str(FOLDERS / kind)!r}",
-        *("Data.sequence_length=96", "Train.eval_samples=0", "Train.clip_norm=0.0", "Train.global_batch=3"),
-        *("Train.microbatches=1", "llm/Packing.buckets=((3, 96),)", "vision/Packing.buckets=((3, 160),)"),
-    )
-    return load_config([path], [*settings, *layout])
-
-
-def leaves_of_gradients(kind: str, recipe: Recipe, shapes: Mapping[str, Any]) -> Arrays:
-    """Torch's gradients by the names of our leaves, through the tables."""
-    folder = WeightsFolder.open(str(FOLDERS / kind))
-    tensors = {old(key): own for key, own in np.load(FOLDERS / kind / "gradients.npz").items()}
-    assert tensors.keys() == folder.tensors.keys()
-    found = {}
-    for module, shape_of in shapes.items():
-        own = find_pretrained(MODULES[module], folder.config)
-        settings = recipe.model.parts[module].settings
-        table = expand(own.rows(settings), getattr(settings, "layers", 0))
-        for leaf, (key, view) in find_leaves(
-            folder, module, table, shape_of, prefixes=own.key_prefixes, other_prefixes=own.other_prefixes
-        ).items():
-            shape = shape_of[leaf.removeprefix(f"{module}/")]
-            found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
-    return found
-
-
-def old(key: str) -> str:
-    """The name in the folder of a parameter of the model in memory."""
-    return key.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> None:
-    config = configured(tmp_path, "qwen2_vl", LAYOUTS[layout])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in ("qwen2_vl", "qwen3_vl") for layout in LAYOUTS] + [("qwen3_vl_moe", SPLIT)],
+)
+def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, kind, LAYOUTS[layout])
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
         placeholder = trainer.parts.tokenizer.media_token("vision")
-        values = oracle("qwen2_vl").values
+        values = oracle(kind).values
         batch = trainer.parts.packer.microbatch(samples(values, placeholder), 3)
         assert batch.inputs["llm"]["positions"].shape == (3, 96, 3)
         count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        result = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0})
+        result = trainer.executor.step(
+            trainer.parts.runs.signed([batch]), {"llm": count, "llm_tokens": 1.0, "vision": 1.0}
+        )
         loss, _ = result.fetch()
         held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
         b1 = config.model.optimizers["llm"].b1
@@ -410,7 +387,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
     for name, leaf in got.items():
         module, _, own = name.partition("/")
         shapes.setdefault(module, {})[own] = leaf.shape
-    want = leaves_of_gradients("qwen2_vl", config, shapes)
+    want = leaves_of_gradients(kind, config, shapes)
     assert got.keys() == want.keys() and len(want) > 80
     for name, leaf in want.items():
         # Torch in fp32 is up to 1e-5 away from itself in fp64 here.
@@ -418,18 +395,17 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
 
 
-@pytest.mark.long
-@BOTH
-def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
-    """Bit for bit, also the half of a patch's kernel that is for a video's second frame."""
-    config = configured(tmp_path, kind, ONE_DEVICE)
+def assert_written_as_read(
+    config: Recipe, kind: str, tmp_path: Path, parts: str, without: tuple[str, ...] = ()
+) -> None:
+    """An export before any step is the folder, of which these parts were read; it lacks the parts `without`."""
     with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        assert trainer.started[0].startswith(f"vision, vision_projector, llm: parameters of {FOLDERS / kind} (")
+        assert trainer.started[0].startswith(f"{parts}: parameters of {FOLDERS / kind} (")
         trainer.state.step = 1
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     made = export_folders(tmp_path / "run", tmp_path / "out")
-    assert made.without == () and list(made.tensors) == [str(tmp_path / "out")]
+    assert made.without == without and list(made.tensors) == [str(tmp_path / "out")]
     want, got = (load_file(place / "model.safetensors") for place in (FOLDERS / kind, tmp_path / "out"))
     assert want.keys() == got.keys()
     for key, tensor in want.items():
@@ -438,7 +414,24 @@ def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@BOTH
+@ALL
+def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
+    """Bit for bit, also the half of a patch's kernel that is for a video's second frame."""
+    config = configured(tmp_path, kind, ONE_DEVICE)
+    assert_written_as_read(config, kind, tmp_path, "vision, vision_projector, llm")
+
+
+@pytest.mark.long
+def test_the_language_model_alone_is_read_and_written(tmp_path: Path) -> None:
+    """Its experts in two parts, beside a tower of new values; the folder's tower is copied."""
+    layout = ("llm/Layout.tp=1", "llm/Layout.dp=2", "llm/Layout.ep=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4")
+    config = configured(tmp_path, "qwen3_vl_moe", layout, start="llm/Weights.path")
+    assert config.model["llm"].settings.rope_interleaved and config.model["llm"].settings.experts == 4
+    assert_written_as_read(config, "qwen3_vl_moe", tmp_path, "llm", ("vision", "vision_projector"))
+
+
+@pytest.mark.long
+@ALL
 def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
     """Greedy decoding behind two images: positions go on behind the largest number so far."""
     of = oracle(kind)
@@ -447,15 +440,19 @@ def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
-@BOTH
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind in KINDS[:2] for layout in LAYOUTS] + [(kind, SPLIT) for kind in KINDS[2:]],
+)
 def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
-    found = check(configured(tmp_path, kind, LAYOUTS[layout]), style="silent")
+    # Rounding in an update changes the next gradients of Qwen3-VL's folders, whose parameters are large, by 1e-5.
+    steps = 3 if kind in KINDS[:2] else 1
+    found = check(configured(tmp_path, kind, LAYOUTS[layout]), steps=steps, style="silent")
     assert found and found.ok, found
 
 
 @pytest.mark.long
-@BOTH
+@ALL
 def test_a_cache_says_what_transformers_says(kind: str, tmp_path: Path) -> None:
     """The language model in two stages; positions of new tokens have three equal axes."""
     layout = ("vision/Layout.dp=1", "vision/Layout.rank_offset=4", "llm/Layout.pp=2", "llm/Layout.tp=2")

@@ -106,6 +106,21 @@ CHECKED = {
     "rows over processes": tiny(Layout(cp=2, rank_offset=6), Layout(cp=6)),
     "lists over processes": tiny(Layout(tp=2, dp=2, rank_offset=4), Layout(cp=4), World_route="sliced"),
     "rings over processes": tiny(Layout(dp=2, rank_offset=6), Layout(dp=2, cp=3, cp_way="ring")),
+    # Both stages of the LLM have layers that features enter, both of the encoder layers that they leave.
+    "inner features over processes": tiny(
+        Layout(pp=2, rank_offset=6),
+        Layout(dp=3, pp=2),
+        llm__Decoder_layers=4,
+        llm__Decoder_rope_sections=(2, 1, 1),
+        llm__Decoder_rope_interleaved=True,
+        vision__ViT_layers=3,
+        vision__ViT_positions="learned2d+axial",
+        vision__ViT_grid=5,
+        vision__ViT_interpolate="corners",
+        vision__Projector_norm="layer",
+        vision__Projector_inject=(1, 2, 3),
+        vision__Projector_levels=(0, 1, 2),
+    ),
     "experts over processes": tiny(
         Layout(dp=2, rank_offset=6),
         Layout(dp=6),
@@ -138,6 +153,7 @@ TWO_ONLY = {
     "rows over processes",
     "lists over processes",
     "rings over processes",
+    "inner features over processes",
 }
 APART: list[str] = []  # the tiny configuration's own
 

@@ -27,8 +27,8 @@ from mmjax.models.module import Module, layer_runs
 from mmjax.models.module_stage import IncomingActivation, ModuleStage
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.parameters import KV_HEADS, ModuleSlice, Part, head_of_rank
-from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.projector.layers import Newline, Projector, injected_name
+from mmjax.models.projector.config import ProjectorConfig, injected_name
+from mmjax.models.projector.layers import Newline, Projector
 from mmjax.models.stage_model import StageModel
 
 

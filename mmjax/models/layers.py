@@ -129,7 +129,7 @@ def apply_rotary(
     positions: Int[Array, "B T *A"],
     frequency_K: Float[Array, " K/2"],
     magnitude: float = 1.0,
-    sections: Sequence[int] = (),
+    axis_of_pair: Sequence[int] = (),
 ) -> Array:
     """Rotary embedding with these frequencies, times a magnitude, in the dtype of ``x_BTHK``.
 
@@ -138,10 +138,10 @@ def apply_rotary(
       positions: the position of each token, one number ``[B, T]``, or one along each of A axes.
       frequency_K: the frequency of each pair of components ``i`` and ``i + K/2``, in radians a position.
       magnitude: a factor of the result.
-      sections: with several axes, the number of pairs that are rotated by each axis; they sum to K/2, as
-        (16, 24, 24) for K = 128 and A = 3. () for one number.
+      axis_of_pair: with several axes, the axis whose number rotates each of the K/2 pairs, such as (0, 0, 1, 2). () for
+        one number.
     """
-    number_BTK = positions[..., np.repeat(np.arange(len(sections)), sections) if sections else None]
+    number_BTK = positions[..., np.array(axis_of_pair) if axis_of_pair else None]
     angle_BTK = number_BTK.astype(jnp.float32) * frequency_K
     cos, sin = (magnitude * fn(angle_BTK)[:, :, None] for fn in (jnp.cos, jnp.sin))
     x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
@@ -157,7 +157,7 @@ def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float
     """
     half = x_RTHK.shape[-1] // 4
     frequency_K = jnp.tile(frequencies(2 * half, theta), 2)
-    return apply_rotary(x_RTHK, positions_RT2, frequency_K, sections=(half, half))
+    return apply_rotary(x_RTHK, positions_RT2, frequency_K, axis_of_pair=(*[0] * half, *[1] * half))
 
 
 def rotate_2d(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float = 100.0) -> Array:

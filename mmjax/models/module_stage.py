@@ -24,7 +24,8 @@ from mmjax.models.lora.layers import with_adapters
 from mmjax.models.module import run_layers
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.placeholders import merge_modality_tokens, with_newlines
-from mmjax.models.projector.layers import injected_name, joined, merged, project
+from mmjax.models.projector.config import injected_name
+from mmjax.models.projector.layers import joined, merged, project
 from mmjax.models.stage_model import Carry, StageModel
 
 

@@ -84,9 +84,18 @@ _QWEN_VL: Mapping[str, FolderPart] = {
     "image": FolderPart("vision_config", {"": ("visual.", "model.visual.")}),
     "projector": FolderPart("", {"visual.merger.": ("visual.merger.", "model.visual.merger.")}),
 }
+_QWEN3_VL: Mapping[str, FolderPart] = {
+    "llm": FolderPart("text_config", {"model.": ("model.language_model.",), "lm_head.": ("lm_head.",)}),
+    "image": FolderPart("vision_config", {"": ("model.visual.",)}),
+    "projector": FolderPart(
+        "", {f"visual.{key}.": (f"model.visual.{key}.",) for key in ("merger", "deepstack_merger_list")}
+    ),
+}
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_onevision": {
         **_LLAVA,

@@ -230,6 +230,9 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         pairs, all_pairs = _HEAD // 2, sum(c.rope_sections)
         time, row = (pairs * section // all_pairs for section in c.rope_sections[:2])
         sizes["rope_sections"] = (time, row, pairs - time - row)
+        if c.rope_interleaved:  # rows and columns have at most every third pair
+            row, column = (pairs * section // all_pairs for section in c.rope_sections[1:])
+            sizes["rope_sections"] = (pairs - row - column, row, column)
     layers = _layers(c.layers, layouts[LLM])
     if layers < c.layers and c.full_layers > 0:
         # If some layers had the window and some had not, that stays so if there are two layers or more.

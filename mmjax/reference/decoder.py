@@ -46,10 +46,16 @@ NONE_FURTHER: Mapping[str, jax.Array] = {}
 def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
     """Rotation tables (cosines, sines) [N, K / 2] of tokens at these positions (time, row, column), in float64.
 
-    A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section.
-    float64 is exact to the last fp32 bit at any position.
+    A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section, or
+    every third pair where sections are interleaved. float64 is exact to the last fp32 bit at any position.
     """
     frequencies, _ = _rotary(decoder)
+    if decoder.rope_sections and decoder.rope_interleaved:
+        angles_NK = positions_N3[:, :1].astype(np.float64) * frequencies
+        for axis in (1, 2):
+            pairs = slice(axis, 3 * decoder.rope_sections[axis], 3)
+            angles_NK[:, pairs] = positions_N3[:, axis : axis + 1] * frequencies[pairs]
+        return np.cos(angles_NK), np.sin(angles_NK)
     sections = decoder.rope_sections or (len(frequencies), 0, 0)
     angles, first = [], 0
     for axis, pairs in enumerate(sections):

@@ -138,7 +138,7 @@ def encode_patches(
     """
     positions_T2 = patch_positions(rows, columns, vit.merge)
     x_TD = affine(leaves, f"{name}/patch", jnp.tile(patches_TX, (1, vit.frames)))
-    if vit.positions == "learned2d":
+    if vit.has_table:
         x_TD = x_TD + table_of(leaves[f"{name}/position"], vit, rows, columns)[positions_T2[:, 0], positions_T2[:, 1]]
     if vit.class_token:
         x_TD = jnp.concatenate([_class_token(leaves, name, vit)[None], x_TD])
@@ -146,7 +146,7 @@ def encode_patches(
     if vit.stem_norm:
         x_TD = norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
     turns = {"rope2d": turn_2d, "axial": turn_axial}
-    turn = turns[vit.positions](positions_T2, vit.rope_theta) if vit.positions in turns else lambda y_THK: y_THK
+    turn = turns[vit.rotates](positions_T2, vit.rope_theta) if vit.rotates else lambda y_THK: y_THK
     all_windows = windows_of(positions_T2, vit.window) if vit.window else ()
 
     def windows(layer: int) -> Sequence[np.ndarray]:
@@ -161,7 +161,7 @@ def encode_patches(
 def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
     """The class token, with its position from the table's first row."""
     token_D = leaves[f"{name}/class_token"]
-    return token_D + leaves[f"{name}/position"][0] if vit.positions == "learned2d" else token_D
+    return token_D + leaves[f"{name}/position"][0] if vit.has_table else token_D
 
 
 def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
@@ -220,7 +220,7 @@ def encode_image(
         than the learned position table.
     """
     rows, columns = image_HWC.shape[0] // vit.patch, image_HWC.shape[1] // vit.patch
-    if vit.positions == "learned2d" and vit.interpolate == "none" and max(rows, columns) > vit.grid:
+    if vit.has_table and vit.interpolate == "none" and max(rows, columns) > vit.grid:
         raise ValueError(f"ViT.grid: {vit.grid} is less than the image's {rows}x{columns} patches; enlarge the grid")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), params[f"{name}/patch/kernel"].dtype)

@@ -69,13 +69,20 @@ def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[
 def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
     """Weights [side, grid] that resize a table of `grid` entries to `side` entries along one axis.
 
-    `kind` is "bicubic" or "bilinear". "bicubic": a cubic polynomial through four entries, with slopes (p[i+1] - p[i-1])
-    * 3/4 at the inner two, which is Keys' convolution with a = -3/4; the first and last entries are repeated beyond the
-    table. "bilinear": a tent over the table's entries, as wide as two of them or as two entries of the result,
-    whichever is wider.
+    `kind` is "bicubic", "bilinear" or "corners". "bicubic": a cubic polynomial through four entries, with slopes
+    (p[i+1] - p[i-1]) * 3/4 at the inner two, which is Keys' convolution with a = -3/4; the first and last entries are
+    repeated beyond the table. "bilinear": a tent over the table's entries, as wide as two of them or as two entries of
+    the result, whichever is wider. "corners": the entries of the result are equally far apart, from the table's first
+    to its last entry, and each is on the line between its two neighbours in the table.
     """
     ratio, rows = grid / side, np.zeros((side, grid))
     for place in range(side):
+        if kind == "corners":
+            left, rest = divmod(place * (grid - 1), max(side - 1, 1))
+            rows[place, left] = 1 - rest / max(side - 1, 1)
+            if rest:
+                rows[place, left + 1] = rest / (side - 1)
+            continue
         if kind == "bilinear":
             reach, middle = max(1.0, ratio), (place + 0.5) * ratio
             tent = [max(0.0, 1 - abs(at + 0.5 - middle) / reach) for at in range(grid)]

@@ -145,10 +145,14 @@ def find_leaves(
         raise ValueError(f"the table of {module} and its leaves differ: {sorted(names ^ shapes.keys())[:5]}")
     keys = [key for key in folder.tensors if _prefix_length(key, prefixes) > _prefix_length(key, other_prefixes)]
     matches = match(entries, keys, unused)
-    wrong = []
+    wrong, places = [], {}
+    other_views = {entry.leaf: entry.other_views for entry in entries}
     for leaf, (key, view) in matches.places.items():
+        views = (view, *other_views[leaf])
+        fitting = (candidate for candidate in views if _is_view(folder, shapes[leaf], key, candidate))
+        places[leaf] = key, next(fitting, view)
         try:
-            require_shape(folder, leaf, shapes[leaf], key, view)
+            require_shape(folder, leaf, shapes[leaf], *places[leaf])
         except ConfigError as error:
             wrong.append(str(error))
     problems = [f"missing {shortened(matches.missing, limit=4)}"] if matches.missing else []
@@ -156,7 +160,7 @@ def find_leaves(
     problems += [f"of another shape {shortened(wrong, '; ', limit=4)}"] if wrong else []
     if problems:
         raise ConfigError(f"its tensors are not those of {module}: {' | '.join(problems)}")
-    return {f"{module}/{leaf}": place for leaf, place in matches.places.items()}
+    return {f"{module}/{leaf}": place for leaf, place in places.items()}
 
 
 def _prefix_length(key: str, prefixes: Sequence[str]) -> int:
@@ -214,7 +218,16 @@ def require_shape(folder: WeightsFolder, leaf: str, shape: Shape, key: str, view
       ConfigError: the tensor has another shape.
       KeyError: the folder has no such tensor.
     """
-    actual, expected = folder.info(key).shape, view.shape_of(shape)
-    is_view = actual == expected if view.rows is None else actual[1:] == expected[1:] and view.rows[1] <= actual[0]
-    if not is_view:
+    if not _is_view(folder, shape, key, view):
+        actual, expected = folder.info(key).shape, view.shape_of(shape)
         raise ConfigError(f"{key} is {list(actual)}, where {leaf} needs {list(expected)}")
+
+
+def _is_view(folder: WeightsFolder, shape: Shape, key: str, view: View) -> bool:
+    """Whether a leaf of this shape can be this view of a tensor of the folder."""
+    actual, expected, axis = folder.info(key).shape, view.shape_of(shape), view.axis
+    if view.rows is None or len(actual) != len(expected):
+        return actual == expected
+    # Along the axis of its rows, the tensor has those of other leaves too.
+    of_leaf = (*actual[:axis], expected[axis], *actual[axis + 1 :])
+    return of_leaf == expected and view.rows[1] <= actual[axis]

@@ -37,13 +37,15 @@ class View:
     Attributes:
       order: permutation of the tensor's dimensions, such as (1, 0) for a transposed matrix; () keeps them.
       theirs: the tensor's shape, needed if the leaf joins dimensions or drops dimensions of length 1.
-      rows: for a tensor with several leaves behind one another along its first dimension, the first row of this leaf
-        and the row after its last; ``theirs`` is then the shape of these rows.
+      rows: for a tensor with several leaves behind one another along one dimension, the first row of this leaf and the
+        row after its last; ``theirs`` is then the shape of these rows.
+      axis: the dimension of the tensor that ``rows`` are counted along.
     """
 
     order: tuple[int, ...] = ()
     theirs: Shape = ()
     rows: tuple[int, int] | None = None
+    axis: int = 0
 
     def shape_of(self, leaf: Shape) -> Shape:
         """The shape of the tensor, or of its rows, for a leaf of this shape: (4, 2) for (2, 4) if transposed."""
@@ -71,8 +73,8 @@ class View:
                 tensor_index[order[source]] = slice(start, stop)
                 leaf_index[place], read_shape[place] = slice(None), stop - start
         if self.rows:
-            first = self.rows[0]
-            tensor_index[0] = slice(first + tensor_index[0].start, first + tensor_index[0].stop)
+            first, part = self.rows[0], tensor_index[self.axis]
+            tensor_index[self.axis] = slice(first + part.start, first + part.stop)
         part = np.asarray(tensor[tuple(tensor_index)])
         return part.transpose(order).reshape(read_shape)[tuple(leaf_index)]
 
@@ -115,6 +117,8 @@ class Row:
       copies: keys under which a folder may have a duplicate of the tensor, such as the head of tied embeddings. A
         duplicate is read if the folder has the tensor under none of `keys`.
       layers: the layers that have the leaf; ``None`` for all of them, or for a single leaf.
+      other_views: the leaf as a view of tensors of other shapes, which other versions of a library write under the same
+        keys. The first view that fits the tensor's shape is used, ``view`` before these.
     """
 
     leaf: str
@@ -122,6 +126,7 @@ class Row:
     view: View = SAME
     copies: tuple[str, ...] = ()
     layers: range | None = None
+    other_views: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,12 +138,14 @@ class Entry:
       keys: the tensor's possible keys, today's first.
       view: the leaf as a view of the tensor.
       copies: keys under which a folder may have a duplicate of the tensor.
+      other_views: the leaf as a view of tensors of other shapes.
     """
 
     leaf: str
     keys: tuple[str, ...]
     view: View
     copies: tuple[str, ...] = ()
+    other_views: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,7 @@ def expand(rows: Iterable[Row], layers: int) -> tuple[Entry, ...]:
         numbers = range(layers if "{}" in row.leaf else 1) if row.layers is None else row.layers
         for number in numbers:
             keys, copies = (tuple(key.replace("{}", str(number)) for key in keys) for keys in (row.keys, row.copies))
-            entries.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies))
+            entries.append(Entry(row.leaf.replace("{}", f"{number:03d}"), keys, row.view, copies, row.other_views))
     return tuple(entries)
 
 
@@ -266,27 +273,26 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
       leaves: the unsharded array of each entry, by `Entry.leaf`, such as "layers/000/attn/q".
 
     Returns:
-      The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined along its first dimension, and
-      tensors of a list are apart.
+      The tensors by key, in the leaves' dtypes; leaves that share a tensor are joined, and tensors of a list are apart.
 
     Raises:
       KeyError: an entry's leaf is absent.
       ValueError: the rows of a tensor overlap or leave gaps.
     """
     tensors: dict[str, np.ndarray] = {}
-    parts: dict[str, list[tuple[int, np.ndarray]]] = {}
+    parts: dict[tuple[str, int], list[tuple[int, np.ndarray]]] = {}
     for entry in entries:
         tensor = entry.view.undo(leaves[entry.leaf])
         if entry.view.rows:
-            parts.setdefault(entry.keys[0], []).append((entry.view.rows[0], tensor))
+            parts.setdefault((entry.keys[0], entry.view.axis), []).append((entry.view.rows[0], tensor))
         else:
             tensors[entry.keys[0]] = tensor
-    for key, several in parts.items():
+    for (key, axis), several in parts.items():
         ordered = [part for _, part in sorted(several, key=lambda start_and_part: start_and_part[0])]
-        starts = np.cumsum([0, *(len(part) for part in ordered[:-1])])
+        starts = np.cumsum([0, *(part.shape[axis] for part in ordered[:-1])])
         if list(starts) != sorted(start for start, _ in several):
             raise ValueError(f"{key}: its leaves have the rows {sorted(start for start, _ in several)} and leave gaps")
-        tensors[key] = np.concatenate(ordered)
+        tensors[key] = np.concatenate(ordered, axis)
     return {name: part for key, tensor in tensors.items() for name, part in _listed(key, tensor)}
 
 

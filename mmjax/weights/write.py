@@ -98,14 +98,16 @@ def _with_last(read: Read) -> Read:
 def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[_Part], read: Read) -> np.ndarray:
     """A tensor of the folder with the values of leaves; rows without a leaf keep the folder's values."""
     info = folder.tensors[key]
-    rows = [part.view.rows or (0, info.shape[0]) for part in leaves]
-    if leaves and sum(end - first for first, end in rows) == info.shape[0]:
+    axis = leaves[0].view.axis if leaves else 0
+    rows = [part.view.rows or (0, info.shape[axis]) for part in leaves]
+    if leaves and sum(end - first for first, end in rows) == info.shape[axis]:
         tensor = np.empty(info.shape, info.dtype)
     else:
         tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in info.shape)])
     for part, bounds in zip(leaves, rows, strict=True):
         values = part.view.undo(np.asarray(read([part.leaf])[part.leaf]))
-        tensor[slice(*bounds)] = (values if part.number is None else values[part.number]).astype(tensor.dtype)
+        place = (*[slice(None)] * axis, slice(*bounds))
+        tensor[place] = (values if part.number is None else values[part.number]).astype(tensor.dtype)
     return tensor
 
 

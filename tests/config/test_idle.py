@@ -84,6 +84,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "llm/Decoder.window": ("8", ("llm/Decoder.mask='all sees all everywhere'",), ()),
     "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
     "llm/Decoder.rope_context": ("64", (), ("llm/Decoder.rope_scaling='yarn'",)),
+    "llm/Decoder.rope_interleaved": ("True", (), ("llm/Decoder.rope_sections=(4, 2, 2)",)),
     "llm/Decoder.rope_turns": ("(1.0, 4.0)", (), ("llm/Decoder.rope_scaling='yarn'", "llm/Decoder.rope_context=64")),
     **{
         f"llm/Decoder.{name}": (value, (), EXPERTS)

@@ -30,18 +30,22 @@ pytest.importorskip("tokenizers")
 
 FOLDERS = Path(__file__).parents[1] / "oracles" / "processors"
 STRIDE = 5
-SPECS = {"qwen2_vl": EncoderSpec(patch=14, merge=2, channels=3), "siglip2": EncoderSpec(patch=8, channels=3)}
+SPECS = {
+    "qwen2_vl": EncoderSpec(patch=14, merge=2, channels=3),
+    "qwen3_vl": EncoderSpec(patch=16, merge=2, channels=3),
+    "siglip2": EncoderSpec(patch=8, channels=3),
+}
 """Encoders whose patches matter to the rule; others have patches of one pixel, so that nothing is cut off."""
 RULES = (
     *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit"),
-    *("qwen2_vl", "llava_onevision"),
+    *("qwen2_vl", "qwen3_vl", "llava_onevision"),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
 SEEING, SPEAKING = (
-    ("llava", "qwen2_vl", "llava_onevision"),
+    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision"),
     ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
 )
-TOKENS = {"llava": EncoderSpec(patch=7, channels=3), "qwen2_vl": SPECS["qwen2_vl"]}
+TOKENS = {"llava": EncoderSpec(patch=7, channels=3), **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")}}
 
 
 def pictures(name: str, spec: EncoderSpec | None = None) -> Pictures:
@@ -152,7 +156,7 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "llama2", "llama3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llama2", "llama3", "mistral"])
 def test_every_answer_is_learned_with_its_end_and_nothing_else(name: str) -> None:
     """Of templates that do not say what is generated."""
     tokenizer, template = folder(name)
@@ -161,7 +165,7 @@ def test_every_answer_is_learned_with_its_end_and_nothing_else(name: str) -> Non
     learned = [i for i, weight in zip(laid.tokens, laid.weights, strict=True) if weight]
     text = tokenizer.decode(learned)
     assert learned.count(tokenizer.eos) == 2 and text.replace("\n", "").split() == (
-        ["yesno", "no"] if name in ("qwen2_vl", "llama3") else ["yes", "no", "no"]
+        ["yesno", "no"] if name in ("qwen2_vl", "qwen3_vl", "llama3") else ["yes", "no", "no"]
     )
 
 
@@ -346,7 +350,7 @@ def test_a_sentencepiece_file_alone_is_named(tmp_path: Path) -> None:
         make_tokenizer(str(tmp_path), ())
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl"])
 def test_a_source_gives_the_processors_tokens_and_pixels(tmp_path: Path, name: str) -> None:
     """From messages in a file to samples, through the index."""
     dialogues_of = [dialogues()[name][which]["messages"] for which in ("image", "one")]

@@ -96,6 +96,22 @@ def test_whole_qwen2_vl_has_its_published_size(preset: str, norm: str, published
     assert sum(flops.parameter_count(model).values()) == published
 
 
+@pytest.mark.parametrize(
+    ("preset", "levels", "published"),
+    [
+        ("qwen3-vl-4b", (5, 11, 17), 4_437_815_808),
+        ("qwen3-vl-8b", (8, 16, 24), 8_767_123_696),
+        ("qwen3-vl-30b-a3b", (8, 16, 24), 31_070_754_032),
+    ],
+)
+def test_whole_qwen3_vl_has_its_published_size(preset: str, levels: tuple[int, ...], published: int) -> None:
+    tower = from_preset(ViTConfig, preset)
+    of_inner_layers: Any = {"inject": (1, 2, 3), "levels": levels}
+    merger = ProjectorConfig(hidden=4 * tower.width, activation="gelu_exact", norm="layer", **of_inner_layers)
+    model = multimodal({"vision": tower}, from_preset(DecoderConfig, preset), projectors={"vision": merger})
+    assert sum(flops.parameter_count(model).values()) == published
+
+
 def test_a_class_token_counts_in_layers_alone() -> None:
     tower = dataclasses.replace(VIT, class_token=True)
     layers = [module_of(dataclasses.replace(tower, layers=n)).forward_flops([10, 4]) for n in (1, 2)]
@@ -105,7 +121,7 @@ def test_a_class_token_counts_in_layers_alone() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("positions", ["rope2d", "learned2d"])
+@pytest.mark.parametrize("positions", ["rope2d", "learned2d", "learned2d+axial"])
 def test_counts_are_those_of_the_leaves(positions: str, tied: bool) -> None:
     own = {"qkv_bias": tied, "mlp_bias": tied, "qk_norm": not tied, "o_bias": not tied, "window": 3, "full_layers": 1}
     vit, llm = dataclasses.replace(VIT, positions=positions), dataclasses.replace(DECODER, tied=tied, **own)

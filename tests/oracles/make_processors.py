@@ -55,6 +55,35 @@ LLAVA = """\
 {{ 'ASSISTANT:' }}
 {%- endif %}
 """
+QWEN3 = """\
+{%- macro written(content, counter) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+                {%- set counter.images = counter.images + 1 %}
+                {%- if add_vision_id %}Picture {{ counter.images }}: {% endif -%}
+                <|vision_start|><|image_pad|><|vision_end|>
+            {%- elif 'text' in part %}
+                {{- part.text }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- set counter = namespace(images=0) %}
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + written(messages[0].content, counter) + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) or message.role == 'assistant' %}
+        {{- '<|im_start|>' + message.role + '\\n' + written(message.content, counter) + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 CHATML = """\
 {% for message in messages %}
 {% if loop.first and message.role != 'system' %}
@@ -198,6 +227,13 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2_small": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 23}}),
     "vit": ("vit.ViT", {"size": {"height": 32, "width": 32}}),
     "qwen2_vl": ("qwen2_vl.Qwen2VL", {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 9, "patch_size": 14}),
+    "qwen3_vl": (
+        "qwen2_vl.Qwen2VL",
+        {
+            **{"size": {"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 9}, "patch_size": 16},
+            **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        },
+    ),
     "llava_onevision": (
         "llava_onevision.LlavaOnevision",
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
@@ -222,13 +258,13 @@ def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
         rows, columns = (int(n) for n in found["spatial_shapes"][0])
         patches = found["pixel_values"][0][: rows * columns].reshape(rows, columns, 8, 8, 3)
         return [patches.transpose(0, 2, 1, 3, 4).reshape(rows * 8, columns * 8, 3)]
-    if name == "qwen2_vl":
-        found = made(image, return_tensors="np")
+    if name in ("qwen2_vl", "qwen3_vl"):
+        found, side = made(image, return_tensors="np"), made.patch_size
         _, rows, columns = (int(n) for n in found["image_grid_thw"][0])
-        patches = found["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)
+        patches = found["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)
         assert np.array_equal(patches[..., 0, :, :], patches[..., 1, :, :])
         laid = patches[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
-        return [laid.reshape(rows * 14, columns * 14, 3)]
+        return [laid.reshape(rows * side, columns * side, 3)]
     return [made(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)]
 
 
@@ -330,6 +366,12 @@ def wholes() -> dict[str, Any]:
     generation = {"eos_token_id": [own.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]}
     (HERE / "qwen2_vl" / "generation_config.json").write_text(json.dumps(generation) + "\n")
     found["qwen2_vl"] = tokens_of(made, images=True, marks=False)
+    of_3 = transformers.Qwen3VLProcessor(image_processor("qwen3_vl"), own, chat_template=QWEN3)
+    own.save_pretrained(HERE / "qwen3_vl")
+    (HERE / "qwen3_vl" / "chat_template.json").write_text(json.dumps({"chat_template": QWEN3}) + "\n")
+    config("qwen3_vl", "qwen3_vl", image_token_id=own.convert_tokens_to_ids("<|image_pad|>"), vision_config={})
+    (HERE / "qwen3_vl" / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    found["qwen3_vl"] = tokens_of(of_3, images=True, marks=False)
     newer = transformers.Qwen2_5_VLProcessor(image_processor("qwen2_vl"), own, chat_template=CHATML)
     assert tokens_of(newer, images=True, marks=False) == found["qwen2_vl"], "Qwen2.5-VL's has its own rules"
 

@@ -1,16 +1,18 @@
-"""Makes ``qwen/``: a tiny Qwen2-VL and a tiny Qwen2.5-VL of random parameters, and what transformers computes of them.
+"""Makes ``qwen/``: tiny models of Qwen-VL with random parameters, and what transformers computes of them.
 
-    python tests/oracles/make_qwen.py
+    python tests/oracles/make_qwen.py [qwen3_vl ...]    # of these models alone
 
 It needs torch and transformers, which mmjax does not. Each sequence is computed alone; the loss is the mean over all of
 their text tokens behind the first, and gradients are torch's. ``far`` is a text at positions that an axis each has of
-its own, up to 30,000. ``generated`` is what greedy decoding says to ``prompt``, a text with two images.
+its own, up to 30,000. ``generated`` is what greedy decoding says to ``prompt``, a text with two images. ``deep`` is of
+the inner layers of Qwen3-VL's tower.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,27 @@ _TEXT: dict[str, Any] = dict(
 _VISION: dict[str, Any] = dict(
     depth=3, num_heads=2, in_channels=3, patch_size=PATCH, spatial_merge_size=MERGE, temporal_patch_size=2
 )
+_QWEN3_TEXT: dict[str, Any] = dict(
+    num_hidden_layers=4, head_dim=16,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True
+    },
+)  # fmt: skip
+_EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+_QWEN3_VISION: dict[str, Any] = {
+    **_VISION,
+    **dict(depth=4, hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=36),
+    "deepstack_visual_indexes": [0, 2, 3],
+}
 _IDS = dict(vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO, image_token_id=IMAGE)
 
 
-SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11}
+SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12}
 """Seeds with which ``generated`` is varied, and has no token that stands for an image."""
 
 
 def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> Iterator[tuple[str, Any]]:
-    """Both models by name; the ids of special tokens, and the vocabulary's size, may be others."""
+    """The models by name; the ids of special tokens, and the vocabulary's size, may be others."""
     about = {**_TEXT, **text_ids}
     vision = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
         **_VISION, embed_dim=16, hidden_size=32, mlp_ratio=2
@@ -61,6 +75,11 @@ def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> I
         vision_config=vision.to_dict(), text_config=text.to_dict(), tie_word_embeddings=True, **ids
     )
     yield "qwen2_5_vl", transformers.Qwen2_5_VLForConditionalGeneration(config)
+    text = {**about, **_QWEN3_TEXT}
+    config = transformers.Qwen3VLConfig(vision_config=_QWEN3_VISION, text_config=text, tie_word_embeddings=True, **ids)
+    yield "qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config)
+    config = transformers.Qwen3VLMoeConfig(vision_config=_QWEN3_VISION, text_config={**text, **_EXPERTS}, **ids)
+    yield "qwen3_vl_moe", transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 def randomise(made: Any, seed: int) -> None:
@@ -72,7 +91,8 @@ def randomise(made: Any, seed: int) -> None:
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.copy_(1 + 0.2 * noise)
             else:
-                scale = 0.2 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+                inputs = parameter.shape[-1] if parameter.ndim == 3 else parameter[0].numel()  # three: experts
+                scale = 0.2 if parameter.ndim == 1 else inputs**-0.5
                 parameter.copy_(noise * scale * (2 if "language_model.layers" in name else 1))
 
 
@@ -129,7 +149,10 @@ def values_of(made: Any, images: list[np.ndarray], rng: np.random.Generator) -> 
     with torch.no_grad():
         for number, image in enumerate(images):
             patches, grid = patches_of([image])
-            values[f"merged_{number}"] = made.model.visual(patches, grid_thw=grid).pooler_output.numpy()
+            seen = made.model.visual(patches, grid_thw=grid)
+            values[f"merged_{number}"] = seen.pooler_output.numpy()
+            for place, features in enumerate(getattr(seen, "deepstack_features", ())):
+                values[f"deep_{number}_{place}"] = features.numpy()
         values |= far(made, rng) | generated(made, images, np.random.default_rng(5))
     return values
 
@@ -160,11 +183,14 @@ def main() -> None:
     torch.set_num_threads(1)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, made in models():
+        if name not in (sys.argv[1:] or SEEDS):
+            continue
         randomise(made.eval(), SEEDS[name])
         rng = np.random.default_rng(0)
         images = [rng.normal(size=(*size, 3)).astype(np.float16).astype(np.float32) for size in SIZES]
         values = values_of(made, images, rng)
         made.save_pretrained(HERE / name)
+        (HERE / name / "model.safetensors").chmod(0o644)
         gradients = {
             key: np.zeros(own.shape, np.float32) if own.grad is None else own.grad.numpy()
             for key, own in made.named_parameters()
@@ -172,7 +198,7 @@ def main() -> None:
         print(name, sum(own.numel() for own in made.parameters()), float(values["loss"]), float(values["lead"]))
         values["versions"] = np.array(json.dumps(versions))
         np.savez_compressed(HERE / name / "values.npz", allow_pickle=False, **values)
-        if name == "qwen2_vl":
+        if name != "qwen2_5_vl":
             np.savez_compressed(HERE / name / "gradients.npz", allow_pickle=False, **gradients)
 
 

@@ -1,6 +1,6 @@
 """Makes ``generated/``: tiny models that see images, and what transformers answers to messages with files of images.
 
-    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl llava_onevision]
+    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava_onevision]
 
 It needs torch, transformers and Pillow, no torchvision. Tokenizers, templates and rules for images are those of
 ``processors/`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
@@ -89,10 +89,11 @@ def qwen(name: str) -> Callable[[Any], Made]:
         ends = {"bos_token_id": token("<|endoftext|>"), "eos_token_id": token("<|im_end|>")}
         made = dict(make_qwen.models({"vocab_size": 304, **ends}, ids))[name]
         make_qwen.randomise(made, make_qwen.SEEDS[name])
-        template = json.loads((PROCESSORS / "qwen2_vl" / "chat_template.json").read_text())["chat_template"]
-        images = Qwen2VLImageProcessorPil(**{**rules("qwen2_vl"), **SMALL})
-        kind = transformers.Qwen2VLProcessor if name == "qwen2_vl" else transformers.Qwen2_5_VLProcessor
-        return made.eval(), kind(images, own, chat_template=template)
+        folder = MODELS[name][0]
+        template = json.loads((PROCESSORS / folder / "chat_template.json").read_text())["chat_template"]
+        images = Qwen2VLImageProcessorPil(**{**rules(folder), **SMALL})
+        kind = {"qwen2_vl": transformers.Qwen2VLProcessor, "qwen2_5_vl": transformers.Qwen2_5_VLProcessor}
+        return made.eval(), kind.get(name, transformers.Qwen3VLProcessor)(images, own, chat_template=template)
 
     return made_of
 
@@ -102,6 +103,8 @@ MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "llava_onevision": ("llava_onevision", onevision),
     "qwen2_vl": ("qwen2_vl", qwen("qwen2_vl")),
     "qwen2_5_vl": ("qwen2_vl", qwen("qwen2_5_vl")),
+    "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),
+    "qwen3_vl_moe": ("qwen3_vl", qwen("qwen3_vl_moe")),
 }
 """By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
 
@@ -140,7 +143,7 @@ def main(name: str) -> None:
     out.mkdir(exist_ok=True, parents=True)
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    if folder == "qwen2_vl":
+    if folder in ("qwen2_vl", "qwen3_vl"):
         theirs = json.loads((PROCESSORS / folder / "preprocessor_config.json").read_text())
         (out / "preprocessor_config.json").write_text(json.dumps({**theirs, **SMALL}, indent=1) + "\n")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -19,6 +19,7 @@ from tiny import EARS, tiny
 
 from mmjax.configurable import ConfigError
 from mmjax.mesh.layout import Layout
+from mmjax.models.vit.config import INTERPOLATIONS, LEARNED, POSITIONS
 from mmjax.parity import check
 from mmjax.pipeline.single.lane_layout import lane_layout
 from mmjax.schedule.schedules import NESTING, OFFLOADING, SCHEDULES, WINDOWED
@@ -95,12 +96,15 @@ def training(draw: st.DrawFn, layouts: Mapping[str, Layout]) -> Changes:
     return found
 
 
+INTERLEAVED: Changes = {"llm/Decoder.rope_sections": (2, 1, 1), "llm/Decoder.rope_interleaved": True}
+
+
 @st.composite
 def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     """Buckets, positions, remat, a tied head, what families of LLMs differ in, and features into later layers."""
     found: Changes = {
         "vision/Packing.buckets": draw(st.sampled_from(((), ((4, 360), (48, 360))))),
-        "vision/ViT.positions": draw(st.sampled_from(("rope2d", "axial", "learned2d"))),
+        "vision/ViT.positions": draw(st.sampled_from(POSITIONS)),
         "llm/Decoder.remat": draw(st.sampled_from(("none", "dots", "full"))),
         "llm/Decoder.tied": draw(st.booleans()),
         "llm/Decoder.window": draw(st.sampled_from((0, 0, 5))),
@@ -120,7 +124,8 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
     found |= {"llm/Decoder.mask": draw(st.sampled_from(masks))}
     if draw(st.booleans()):
         found |= draw(towers() | qwen_towers())
-    found |= draw(st.sampled_from(({}, {"llm/Decoder.head_dim": 8, "llm/Decoder.rope_sections": (1, 1, 2)})))
+    sections = ({}, {"llm/Decoder.rope_sections": (1, 1, 2)}, INTERLEAVED)
+    found |= {"llm/Decoder.head_dim": 8, **axes} if (axes := draw(st.sampled_from(sections))) else {}
     injected = ((), (), (0, 3), (1, 2))
     return found | {f"{m}/Projector.inject": draw(st.sampled_from(injected)) for m in modules if m != "llm"}
 
@@ -130,8 +135,8 @@ def towers(draw: st.DrawFn) -> Changes:
     """What real vision towers and their projectors have beyond the plain ones."""
     kind = draw(st.sampled_from(("mlp", "linear")))
     return {
-        "vision/ViT.positions": "learned2d",
-        "vision/ViT.interpolate": draw(st.sampled_from(("none", "bicubic", "bilinear"))),
+        "vision/ViT.positions": draw(st.sampled_from(LEARNED)),
+        "vision/ViT.interpolate": draw(st.sampled_from(INTERPOLATIONS)),
         "vision/ViT.class_token": draw(st.sampled_from((True, True, False))),
         "vision/ViT.stem_norm": draw(st.booleans()),
         "vision/ViT.last_norm": draw(st.booleans()),

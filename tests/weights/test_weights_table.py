@@ -35,6 +35,8 @@ VIEWS: dict[str, tuple[View, Shape, Shape]] = {  # view, the tensor's shape, the
     "first of a table": (View(theirs=(1, 8), rows=(0, 1)), (5, 8), (8,)),
     "rest of a table": (View(rows=(1, 5)), (5, 8), (4, 8)),
     "one row": (TRANSPOSED, (5, 1), (1, 5)),
+    "last columns of a stack": (View(rows=(4, 7), axis=2), (2, 5, 7), (2, 5, 3)),
+    "first rows of each of a stack, transposed": (View((0, 2, 1), rows=(0, 4), axis=1), (2, 7, 5), (2, 5, 4)),
 }
 
 
@@ -52,8 +54,8 @@ def test_a_view_is_undone(name: str) -> None:
     tensor = numbered(theirs)
     leaf = view.read(tensor, ours, whole(ours))
     assert leaf.shape == ours
-    first, last = view.rows or (0, theirs[0])
-    np.testing.assert_array_equal(view.undo(leaf), tensor[first:last])
+    first, last = view.rows or (0, theirs[view.axis])
+    np.testing.assert_array_equal(view.undo(leaf), tensor.take(range(first, last), view.axis))
 
 
 def test_views_are_those_of_torch() -> None:
@@ -98,6 +100,19 @@ def test_a_part_is_the_part_of_the_whole(data: st.DataObject, name: str) -> None
 def test_a_leaf_that_is_no_view_of_its_tensor() -> None:
     with pytest.raises(ValueError, match=r"a leaf of \[5, 6\] is no view of dimensions \[2, 2, 3, 6\]"):
         View((2, 3, 1, 0), (6, 3, 2, 2)).read(numbered((6, 3, 2, 2)), (5, 6), whole((5, 6)))
+
+
+@pytest.mark.parametrize("order", [(), (0, 2, 1)])
+def test_leaves_beside_one_another_are_one_tensor(order: tuple[int, ...]) -> None:
+    axis = 1 if order else 2
+    tensor = numbered((2, 7, 5) if order else (2, 5, 7))
+    rows = [Row(name, ("up",), View(order, rows=bounds, axis=axis)) for name, bounds in (("b", (4, 7)), ("a", (0, 4)))]
+    entries = expand(rows, 0)
+    leaves = {"a": (2, 5, 4), "b": (2, 5, 3)}
+    read = {entry.leaf: entry.view.read(tensor, leaves[entry.leaf], whole(tensor.shape)) for entry in entries}
+    np.testing.assert_array_equal(assemble(entries, read)["up"], tensor, strict=True)
+    with pytest.raises(ValueError, match=r"up: its leaves have the rows \[4\] and leave gaps"):
+        assemble(entries[:1], read)
 
 
 ROWS = (

@@ -76,6 +76,9 @@ class DecoderConfig(ModuleSettings):
       rope_sections: numbers of a head's pairs of components that rotate with a token's time, row and column: M-RoPE
         (Wang et al., "Qwen2-VL", §2.1), such as (16, 24, 24). A text token has one number for all three, an image's
         token its place in the image. () rotates all pairs with the token's place in its sample.
+      rope_interleaved: whether the three kinds of pairs alternate, as in Qwen3-VL: pairs 1, 4, 7, … rotate with the row
+        and pairs 2, 5, 8, … with the column, as many as ``rope_sections`` says, all others with the time. Otherwise
+        the sections lie behind one another.
       norm_eps: epsilon of RMSNorm.
       tied: whether the output head is the transposed embedding table.
       experts: number of experts of each layer that has them; 0 means none (Shazeer et al., "Sparsely-gated
@@ -147,6 +150,7 @@ class DecoderConfig(ModuleSettings):
     rope_mscale: float = 1.0
     rope_mscale_all: float = 0.0
     rope_sections: tuple[int, ...] = field(default=(), metadata={"example": (16, 24, 24)})
+    rope_interleaved: bool = False
     norm_eps: float = 1e-5
     tied: bool = False
     experts: int = 0
@@ -249,6 +253,10 @@ class DecoderConfig(ModuleSettings):
         fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
+        if sections and self.rope_interleaved:
+            fix = f"interleaved rows and columns have at most every third of {pairs} pairs, such as {(pairs, 0, 0)}"
+            fits = all(axis + 3 * (sections[axis] - 1) < pairs for axis in (1, 2))
+            require(fits, "Decoder.rope_sections", sections, fix)
 
     def _check_latent(self) -> None:
         for name in ("nope_head_dim", "rope_head_dim"):
@@ -284,6 +292,8 @@ class DecoderConfig(ModuleSettings):
         if self.rope_scaling not in ROPE_TURNS:
             reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
             reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
+        if not self.rope_sections:
+            reasons["rope_interleaved"] = "Decoder.rope_sections=(): there is one number for all pairs"
         if not self.kv_rank:
             reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
         elif self.rope_scaling != "yarn":
@@ -299,6 +309,17 @@ class DecoderConfig(ModuleSettings):
     def turns(self) -> tuple[float, ...]:
         """``rope_turns``, or the defaults of the scaling. Only for the scalings ``llama3`` and ``yarn``."""
         return self.rope_turns or ROPE_TURNS[self.rope_scaling]
+
+    @property
+    def axis_of_pair(self) -> tuple[int, ...]:
+        """The axis of a position, time, row or column, that rotates each pair of a head; () for positions of one
+        number.
+        """
+        sections = self.rope_sections
+        if not self.rope_interleaved:
+            return tuple(axis for axis, pairs in enumerate(sections) for _ in range(pairs))
+        cycles = ((pair // 3, pair % 3) for pair in range(sum(sections)))
+        return tuple(axis if cycle < sections[axis] else 0 for cycle, axis in cycles)
 
     @property
     def runs(self) -> tuple[tuple[int, bool, bool], ...]:

@@ -1,18 +1,20 @@
 """Mixture of experts in folders of transformers: rows of the weights table, and their part of ``config.json``.
 
-Values of ``model_type`` are mixtral, qwen2_moe and qwen3_moe; of deepseek_v2 and deepseek_v3 the rows are here, and the
-configuration is in ``deepseek_weights``. A folder has a tensor for each expert and product, also
-where ``transformers`` 5 stacks them in memory. Imports no JAX.
+Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe and, in composite models, qwen3_vl_moe; of deepseek_v2 and
+deepseek_v3 the rows are here, and the configuration is in ``deepseek_weights``. A folder has a tensor for each expert
+and product, also where ``transformers`` 5 stacks them in memory. One of qwen3_vl_moe has stacks, with gates before
+ups; published folders have the transposes of what ``transformers`` 5 writes. Imports no JAX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmjax.configurable import require
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.weights.table import TRANSPOSED, TRANSPOSED_LIST, Row
+from mmjax.weights.table import SAME, TRANSPOSED, TRANSPOSED_LIST, Row, View
 
 Json = Mapping[str, Any]
 """The contents of a ``config.json``, or its part on the language model."""
@@ -33,6 +35,15 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen3_moe": _QWEN,
 }
 """The defaults of transformers for missing keys on experts, by model type."""
+QWEN3_VL = ("qwen3_vl_moe", "qwen3_vl_moe_text")
+"""Model types with the stacked tensors of Qwen3-VL-MoE."""
+QWEN3_VL_DEFAULTS: Json = _QWEN | {
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+}
+"""The defaults of transformers for missing keys on experts, for ``QWEN3_VL``."""
 _BLOCKS = {"mixtral": "block_sparse_moe"}
 _SHARED = {"deepseek_v2": "shared_experts", "deepseek_v3": "shared_experts"}
 _PRODUCTS = {"mixtral": {"gate": "w1", "up": "w3", "down": "w2"}}
@@ -41,12 +52,13 @@ _QWEN_PRODUCTS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     """Yields the rows of a decoder's experts, with the keys of this ``model_type``; "" is chosen by the settings."""
-    kind = model_type if model_type in (*DEFAULTS, *_SHARED) else model_type_of(c)
+    kind = model_type if model_type in (*DEFAULTS, *QWEN3_VL, *_SHARED) else model_type_of(c)
     layers, block = range(c.dense_layers, c.layers), f"model.layers.{{}}.{_BLOCKS.get(kind, 'mlp')}"
     yield Row("layers/{}/experts/router", (f"{block}.gate.weight",), TRANSPOSED, layers=layers)
-    for name, key in _PRODUCTS.get(kind, _QWEN_PRODUCTS).items():
-        keys = (f"{block}.experts.*.{key}.weight",)
-        yield Row(f"layers/{{}}/experts/{name}", keys, TRANSPOSED_LIST, layers=layers)
+    products = _stacked(c) if kind in QWEN3_VL else _listed(kind)
+    for name, key, view, *other_views in products:
+        leaf, keys = f"layers/{{}}/experts/{name}", (f"{block}.experts.{key}",)
+        yield Row(leaf, keys, view, layers=layers, other_views=tuple(other_views))
     if c.router_bias:
         yield Row("layers/{}/experts/router_bias", (f"{block}.gate.e_score_correction_bias",), layers=layers)
     shared = _SHARED.get(kind, "shared_expert")
@@ -54,6 +66,24 @@ def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
         yield Row(f"layers/{{}}/shared/{name}", (f"{block}.{shared}.{key}.weight",), TRANSPOSED, layers=layers)
     if c.shared_gate:
         yield Row("layers/{}/shared_gate", (f"{block}.shared_expert_gate.weight",), TRANSPOSED, layers=layers)
+
+
+def _listed(kind: str) -> Iterator[tuple[str, str, View]]:
+    """Yields name, key and view of each product of experts with a tensor for each of them."""
+    for name, key in _PRODUCTS.get(kind, _QWEN_PRODUCTS).items():
+        yield name, f"*.{key}.weight", TRANSPOSED_LIST
+
+
+def _stacked(c: DecoderConfig) -> Iterator[tuple[str, str, View, View]]:
+    """Yields name, key and views of each product of stacked experts.
+
+    Tensors are ``[E, 2F, D]`` and ``[E, D, F]`` as ``transformers`` 5 writes them, ``[E, D, 2F]`` and ``[E, F, D]`` in
+    published folders.
+    """
+    for number, name in enumerate(("gate", "up")):
+        rows = number * c.expert_width, (number + 1) * c.expert_width
+        yield name, "gate_up_proj", replace(TRANSPOSED_LIST, rows=rows, axis=1), View(rows=rows, axis=2)
+    yield "down", "down_proj", TRANSPOSED_LIST, SAME
 
 
 def model_type_of(c: DecoderConfig) -> str:
@@ -83,6 +113,9 @@ def expert_settings(kind: str, t: Json) -> dict[str, Any]:
     fix = f"mmjax has multiples of moe_intermediate_size, {width}"
     require(shared % width == 0, "config.json: shared_expert_intermediate_size", shared, fix)
     experts = t.get("num_local_experts") or t["num_experts"]
+    fix = "transformers divides by the sum whatever it says; set it to true"
+    normalised = t["norm_topk_prob"]
+    require(kind not in QWEN3_VL or normalised, "config.json: norm_topk_prob", normalised, fix)
     values = _settings(t, experts, normalised=bool(t["norm_topk_prob"]))
     values |= {"expert_mlp": width, "dense_layers": len(dense)}
     return values | {"shared_experts": shared // width, "shared_gate": shared > 0}

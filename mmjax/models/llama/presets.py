@@ -18,6 +18,17 @@ _QWEN2_VL_7B: Mapping[str, object] = {
 }
 """Sizes of the language model of Qwen2-VL 7B and of Qwen2.5-VL 7B."""
 
+_QWEN3_VL: Mapping[str, object] = {
+    "head_dim": 128,
+    "vocab": 151936,
+    "qk_norm": True,
+    "rope_theta": 5000000.0,
+    "rope_sections": (24, 20, 20),
+    "rope_interleaved": True,
+    "norm_eps": 1e-6,
+}
+"""What the language models of Qwen3-VL have in common."""
+
 _DEEPSEEK: Mapping[str, object] = {
     "kv_rank": 512,
     "nope_head_dim": 128,
@@ -107,6 +118,28 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "qk_norm": True,
         "rope_theta": 1000000.0,
         "norm_eps": 1e-6,
+        "experts": 128,
+        "experts_per_token": 8,
+        "expert_mlp": 768,
+        "balance_loss": 0.001,
+    },
+    "qwen3-vl-4b": {
+        **_QWEN3_VL,
+        "layers": 36,
+        "width": 2560,
+        "heads": 32,
+        "kv_heads": 8,
+        "mlp": 9728,
+        "tied": True,
+    },
+    "qwen3-vl-8b": {**_QWEN3_VL, "layers": 36, "width": 4096, "heads": 32, "kv_heads": 8, "mlp": 12288},
+    "qwen3-vl-30b-a3b": {
+        **_QWEN3_VL,
+        "layers": 48,
+        "width": 2048,
+        "heads": 32,
+        "kv_heads": 4,
+        "mlp": 6144,
         "experts": 128,
         "experts_per_token": 8,
         "expert_mlp": 768,

@@ -28,7 +28,7 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
     if c.rope_scaling != "none":
         unscaled_K = _unscaled_share(c, frequency_K)
         frequency_K = frequency_K * (unscaled_K + (1 - unscaled_K) / c.rope_factor)
-    return apply_rotary(x_BTHK, positions, frequency_K, magnitude(c), c.rope_sections)
+    return apply_rotary(x_BTHK, positions, frequency_K, magnitude(c), c.axis_of_pair)
 
 
 def magnitude(c: DecoderConfig) -> float:

@@ -2,7 +2,7 @@
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
 and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), and in composite models
-those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and without experts. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -61,6 +61,16 @@ _QWEN2_VL = _QWEN2 | {
     "max_window_layers": 80,
     "rope_theta": 1000000.0,
 }
+_QWEN3_VL = _QWEN2 | {"head_dim": 128, "rope_theta": 500000.0}
+_QWEN3_VL_MOE = _QWEN3_VL | {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": None,
+    **expert_weights.QWEN3_VL_DEFAULTS,
+}
 _WITH_EXPERTS = {
     "mixtral": {**_MISTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
     "qwen2_moe": _QWEN2
@@ -72,7 +82,8 @@ _WITH_EXPERTS = {
 _LATENT = deepseek_weights.DEFAULTS
 ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT)
 """Model types of folders of a language model alone."""
-MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+_QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)
+MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", *_QWEN3_MROPE)
 """Model types of language models with M-RoPE; older folders have the type of the composite model."""
 DEFAULTS: Mapping[str, Json] = {
     "llama": _LLAMA,
@@ -80,6 +91,8 @@ DEFAULTS: Mapping[str, Json] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
     **dict.fromkeys(MROPE, _QWEN2_VL),
+    **dict.fromkeys(_QWEN3_MROPE, _QWEN3_VL),
+    **dict.fromkeys(expert_weights.QWEN3_VL, _QWEN3_VL_MOE),
     **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
     **_LATENT,
 }
@@ -90,7 +103,7 @@ _ROPE_KEYS = {
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
     *("mscale", "mscale_all_dim"),
 }
-_SECTIONS = (16, 24, 24)
+_SECTIONS, _QWEN3_SECTIONS = (16, 24, 24), (24, 20, 20)
 _UNMAPPED = ("preset", "attention", "remat", "z_loss", "balance_loss", "router_z_loss", "router_bias_rate")
 """Settings that no ``config.json`` has."""
 _ROPE_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -183,14 +196,15 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "qkv_bias": qkv_bias,
         "o_bias": o_bias,
         "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
-        "qk_norm": kind in ("qwen3", "qwen3_moe"),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", *_QWEN3_MROPE),
     }
-    if kind in _WITH_EXPERTS:
+    if kind in _WITH_EXPERTS or kind in expert_weights.QWEN3_VL:
         values |= expert_weights.expert_settings(kind, t)
     if kind in _LATENT:
         values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
     if kind in MROPE:  # set for the composite model; in older folders in the text's part
-        values["tied"] = values["tied"] or bool(hf_config.get("whole", {}).get("tie_word_embeddings"))
+        of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
+        values["tied"] = bool(of_whole or (values["tied"] and (of_whole is None or kind not in _QWEN3_MROPE)))
     return values | _window(kind, t) | _rope(kind, t)
 
 
@@ -200,7 +214,7 @@ def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
         return False, False
     if kind == "qwen2_moe":
         return bool(t["qkv_bias"]), False
-    biased, only_qkv = bool(t["attention_bias"]), kind == "qwen2" or kind in MROPE
+    biased, only_qkv = bool(t["attention_bias"]), kind == "qwen2" or (kind in MROPE and kind not in _QWEN3_MROPE)
     return biased or only_qkv, biased and not only_qkv
 
 
@@ -209,7 +223,7 @@ def _window(kind: str, t: Json) -> dict[str, Any]:
     layers, no_window = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
     everywhere = kind in ("mistral", "mixtral", "qwen3_moe")
     window = t["sliding_window"] if kind in ("mistral", "mixtral") or t.get("use_sliding_window") else 0
-    if not window:
+    if not window or kind in _QWEN3_MROPE:
         return no_window
     fix = "mmjax has no window in every second layer alone; set it to false if samples are shorter"
     require(kind != "qwen2_moe", "config.json: use_sliding_window", value=True, fix=fix)
@@ -228,16 +242,22 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     rope = t.get("rope_scaling") or t.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "default" if kind == "mrope" and model_type in MROPE else kind
-    sections = tuple(rope.get("mrope_section") or _SECTIONS) if model_type in MROPE else ()
+    is_3 = model_type in _QWEN3_MROPE
+    default_sections = _QWEN3_SECTIONS if is_3 else _SECTIONS
+    sections = tuple(rope.get("mrope_section") or default_sections) if model_type in MROPE else ()
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
-    for name in sorted(set(rope) - _ROPE_KEYS - ({"mrope_section"} if sections else set())):
+    interleaved = rope.get("mrope_interleaved", True)
+    fix = "transformers interleaves sections in any case; set it to true"
+    require(interleaved or not is_3, "config.json: mrope_interleaved", interleaved, fix)
+    mrope_keys = {"mrope_section"} if sections else set()
+    for name in sorted(set(rope) - _ROPE_KEYS - mrope_keys - ({"mrope_interleaved"} if is_3 else set())):
         require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")
     for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
         value = rope.get(name, t.get(name))
         require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
     values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
     values |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
-    values |= {"rope_sections": sections}
+    values |= {"rope_sections": sections, "rope_interleaved": is_3}
     if kind == "default":
         return values
     require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")
@@ -318,6 +338,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.expert_width  # of layers without experts there are none
     if name == "router_group_limit":
         return c.router_group_limit if c.router_groups > 1 else 1
+    if name == "rope_interleaved":
+        return bool(c.rope_sections) and c.rope_interleaved
     if name == "rope_turns":
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":

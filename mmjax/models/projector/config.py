@@ -114,3 +114,11 @@ class ProjectorConfig:
         projector.
         """
         return (self.hidden or width) if self.kind == "mlp" else 0
+
+
+def injected_name(layer: int) -> str:
+    """The name of an additional projector's parameters, by the layer that its tokens enter: "inject003" for 3.
+
+    ``layer`` is an index in the LLM, from 0, as in ``Edge.inject``.
+    """
+    return f"inject{layer:03d}"

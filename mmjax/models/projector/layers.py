@@ -52,14 +52,6 @@ class Newline(nnx.Module):
         self.newline = nnx.Param(init(rngs.params(), (width,)), dims=("embed",))
 
 
-def injected_name(layer: int) -> str:
-    """The name of an additional projector's parameters, by the layer that its tokens enter: "inject003" for 3.
-
-    ``layer`` is an index in the LLM, from 0, as in ``Edge.inject``.
-    """
-    return f"inject{layer:03d}"
-
-
 def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m m*Dv"]:
     """Concatenates each run of ``together`` neighbouring features of a row; ``together`` is m.
 

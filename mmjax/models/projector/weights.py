@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import one_of, require
 from mmjax.models.choices import ACTIVATION_OF
-from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.projector.config import ProjectorConfig, injected_name
 from mmjax.models.vit import qwen_weights
 from mmjax.weights.table import TRANSPOSED, Row
 
-_MERGERS = ("qwen2_vl", "qwen2_5_vl")
+_MERGERS = ("qwen2_vl", "qwen2_5_vl", *qwen_weights.QWEN3)
 """Composite models whose projector begins with a norm and is called a merger."""
+_OLD_NAMES = {"norm": "ln_q", "up": "mlp.0", "down": "mlp.2"}
+_NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
+"""Parts of a merger in folders of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL."""
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``ProjectorConfig``, by name, from the complete ``config.json`` of a composite model, such as LLaVA's.
 
-    They are "kind", "hidden", "activation" and "norm"; except for Qwen's models also "newline" and "most_tiles".
+    They are "kind", "hidden", "activation" and "norm"; of Qwen3-VL also "inject" and "levels", and except for Qwen's
+    models "newline" and "most_tiles".
 
     Raises:
       ConfigError: the activation, products without biases, or the kind of tiles are not supported.
@@ -26,7 +30,9 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if hf_config.get("model_type") in _MERGERS:
         tower = qwen_weights.settings({"model_type": hf_config["model_type"], **hf_config["vision_config"]})
         hidden = tower["width"] * tower["merge"] ** 2
-        return {"kind": "mlp", "hidden": hidden, "activation": "gelu_exact", "norm": tower["norm"]}
+        values = {"kind": "mlp", "hidden": hidden, "activation": "gelu_exact", "norm": tower["norm"]}
+        is_3 = hf_config["model_type"] in qwen_weights.QWEN3
+        return values | (qwen_weights.deepstack(hf_config["vision_config"]) if is_3 else {})
     name = hf_config.get("projector_hidden_act", "gelu")
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = hf_config.get("multimodal_projector_bias", True)
@@ -48,15 +54,16 @@ def _most_tiles(hf_config: Mapping[str, Any]) -> int:
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """The weights table of LLaVA's projector and newline, or of Qwen2-VL's merger, with the oldest keys.
+    """The weights table of LLaVA's projector and newline, or of Qwen-VL's mergers, with the oldest keys.
 
     A ``Row`` has the ``leaf``, such as "up", the possible ``keys`` of its tensor, such as
     ("multi_modal_projector.linear_1.weight",), and its ``view`` of the tensor. The leaves are "up", "up_bias", "down"
     and "down_bias". LLaVA's begin with "newline" if ``config.newline``, a merger's with "norm/scale" and, of a
-    LayerNorm, "norm/bias". ``model_type`` is the composite model's, such as "llava" or "qwen2_vl".
+    LayerNorm, "norm/bias"; a merger of inner layers has such leaves below "inject001". ``model_type`` is the composite
+    model's, such as "llava" or "qwen2_vl".
     """
     if model_type in _MERGERS:
-        return _merger(config)
+        return tuple(_mergers(config, _NAMES if model_type in qwen_weights.QWEN3 else _OLD_NAMES))
     return (
         *((Row("newline", ("image_newline",)),) if config.newline else ()),
         Row("up", ("multi_modal_projector.linear_1.weight",), TRANSPOSED),
@@ -66,15 +73,17 @@ def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
     )
 
 
-def _merger(config: ProjectorConfig) -> tuple[Row, ...]:
-    return (
-        Row("norm/scale", ("visual.merger.ln_q.weight",)),
-        *([Row("norm/bias", ("visual.merger.ln_q.bias",))] if config.norm == "layer" else []),
-        Row("up", ("visual.merger.mlp.0.weight",), TRANSPOSED),
-        Row("up_bias", ("visual.merger.mlp.0.bias",)),
-        Row("down", ("visual.merger.mlp.2.weight",), TRANSPOSED),
-        Row("down_bias", ("visual.merger.mlp.2.bias",)),
-    )
+def _mergers(config: ProjectorConfig, names: Mapping[str, str]) -> Iterator[Row]:
+    """Yields the rows of the merger, and of the mergers of inner layers."""
+    inner = [f"visual.deepstack_merger_list.{number}" for number in range(len(config.inject))]
+    paths = {"": "visual.merger", **dict(zip((f"{injected_name(at)}/" for at in config.inject), inner, strict=True))}
+    for path, key in paths.items():
+        yield Row(f"{path}norm/scale", (f"{key}.{names['norm']}.weight",))
+        if config.norm == "layer":
+            yield Row(f"{path}norm/bias", (f"{key}.{names['norm']}.bias",))
+        for leaf in ("up", "down"):
+            yield Row(f"{path}{leaf}", (f"{key}.{names[leaf]}.weight",), TRANSPOSED)
+            yield Row(f"{path}{leaf}_bias", (f"{key}.{names[leaf]}.bias",))
 
 
 def unused(config: ProjectorConfig) -> tuple[str, ...]:

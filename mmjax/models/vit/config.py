@@ -12,9 +12,11 @@ from mmjax.configurable import configurable, divides, not_negative, one_of, posi
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
 from mmjax.models.settings import EqualHeads, SquarePatches
 
-INTERPOLATIONS = ("none", "bicubic", "bilinear")
+INTERPOLATIONS = ("none", "bicubic", "bilinear", "corners")
 """Methods to resize a learned position table to an image."""
-
+LEARNED = ("learned2d", "learned2d+axial")
+"""Values of ``positions`` with a table."""
+POSITIONS = ("rope2d", "axial", *LEARNED)
 
 _LARGE: Mapping[str, object] = {
     "layers": 24,
@@ -42,6 +44,16 @@ _QWEN: Mapping[str, object] = {
 }
 """The settings that the towers of Qwen2-VL and Qwen2.5-VL share."""
 
+_QWEN3: Mapping[str, object] = {
+    **_QWEN,
+    "patch": 16,
+    "positions": "learned2d+axial",
+    "grid": 48,
+    "interpolate": "corners",
+    "patch_bias": True,
+}
+"""The settings that all towers of Qwen3-VL share."""
+
 
 @configurable("ViT")
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +67,14 @@ class ViTConfig(EqualHeads, SquarePatches):
       channels: image channels.
       merge: side of the square of patches that make one LLM token.
       positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
-        components as in Qwen2-VL, rotate with the row, the others with the column), or ``learned2d`` (a table of
-        ``grid``² positions).
-      rope_theta: base of the rotary frequencies of ``rope2d`` and ``axial``.
-      grid: side of the position table of ``learned2d`` in patches: the largest side of an image, unless the table is
-        resized (``interpolate``).
+        components as in Qwen2-VL, rotate with the row, the others with the column), ``learned2d`` (a table of
+        ``grid``² positions), or ``learned2d+axial`` (both, as in Qwen3-VL).
+      rope_theta: base of the rotary frequencies.
+      grid: side of the table of learned positions in patches: the largest side of an image, unless the table is resized
+        (``interpolate``).
       interpolate: method to resize the table to each image: ``none`` (an image reads the upper left corner),
-        ``bicubic``, or ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2).
+        ``bicubic``, ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2), or ``corners`` (linear,
+        the patches in an image's corners read the corners of the table, as in Qwen3-VL).
       class_token: whether a class token, with its own position, precedes each image's patches. Patches attend to it; it
         is not sent to the LLM.
       frames: video frames of a patch; an image is repeated for all of them (Qwen2-VL has 2).
@@ -135,6 +148,9 @@ class ViTConfig(EqualHeads, SquarePatches):
             "window": 8,
             "full_at": (7, 15, 23, 31),
         },
+        "qwen3-vl-4b": {**_QWEN3, "layers": 24, "width": 1024, "mlp": 4096},
+        "qwen3-vl-8b": {**_QWEN3, "layers": 27, "width": 1152, "mlp": 4304},
+        "qwen3-vl-30b-a3b": {**_QWEN3, "layers": 27, "width": 1152, "mlp": 4304},
     }
 
     preset: str = "tiny"
@@ -169,16 +185,16 @@ class ViTConfig(EqualHeads, SquarePatches):
             positive(f"ViT.{name}", getattr(self, name))
         positive("ViT.norm_eps", self.norm_eps, 1e-6)
         divides("ViT.heads", self.heads, self.width, "ViT.width")
-        one_of("ViT.positions", self.positions, ("rope2d", "axial", "learned2d"))
+        one_of("ViT.positions", self.positions, POSITIONS)
         one_of("ViT.norm", self.norm, ("layer", "rms"))
         one_of("ViT.interpolate", self.interpolate, INTERPOLATIONS)
         one_of("ViT.activation", self.activation, ACTIVATIONS)
         check_backend("ViT", self.attention, self.head_width, self.window)
         one_of("ViT.remat", self.remat, REMATS)
-        legal = self.interpolate == "none" or self.positions == "learned2d"
+        legal = self.interpolate == "none" or self.has_table
         fix = "resizes a table of positions; set it to 'none' or ViT.positions to 'learned2d'"
         require(legal, "ViT.interpolate", self.interpolate, fix)
-        if self.positions != "learned2d":
+        if self.rotates:
             divides(
                 "ViT.heads",
                 self.heads,
@@ -188,11 +204,13 @@ class ViTConfig(EqualHeads, SquarePatches):
         self._check_window()
 
     def idle(self) -> dict[str, str]:
-        """The fields without effect, given the other fields, each with the reason: "rope_theta" or "grid", by
+        """The fields without effect, given the other fields, each with the reason: "rope_theta", "grid" or none, by
         ``positions``.
         """
-        learned = self.positions == "learned2d"
-        return {"rope_theta" if learned else "grid": f"ViT.positions={self.positions!r} does not read it"}
+        read = {"rope_theta": self.rotates, "grid": self.has_table}
+        return {
+            name: f"ViT.positions={self.positions!r} does not read it" for name, is_read in read.items() if not is_read
+        }
 
     def _check_window(self) -> None:
         not_negative("ViT.window", self.window)
@@ -205,6 +223,16 @@ class ViTConfig(EqualHeads, SquarePatches):
         require(ascending, "ViT.full_at", self.full_at, fix)
         fix = "no layer has windows; set ViT.window, such as 8, or leave it ()"
         require(self.window > 0 or not self.full_at, "ViT.full_at", self.full_at, fix)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether positions are learned, in a table."""
+        return self.positions in LEARNED
+
+    @property
+    def rotates(self) -> str:
+        """The rotary embedding of queries and keys: "rope2d", "axial", or "" for none."""
+        return {"learned2d": "", "learned2d+axial": "axial"}.get(self.positions, self.positions)
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:

@@ -25,7 +25,7 @@ from mmjax.models.vit.positions import learned
 
 
 class ViTStem(nnx.Module):
-    """The patch embedding "patch", and for ``learned2d`` the table "position", with the class token's row first.
+    """The patch embedding "patch", and for learned positions the table "position", with the class token's row first.
 
     With a class token also "class_token".
     """
@@ -33,7 +33,7 @@ class ViTStem(nnx.Module):
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
         small = nnx.initializers.normal(0.02)
-        if c.positions == "learned2d":
+        if c.has_table:
             places = c.class_token + c.grid * c.grid
             self.position = nnx.Param(small(rngs.params(), (places, c.width)), dims=("place", "embed"))
         if c.class_token:
@@ -81,7 +81,7 @@ def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R 
     x_RTD = linear(patches_RTP, patch["kernel"], patch.get("bias"))
     if c.class_token:
         x_RTD = _with_class_tokens(x_RTD, p["class_token"], positions_RT2[..., 0] < 0)
-    if c.positions == "learned2d":
+    if c.has_table:
         x_RTD = x_RTD + learned(p["position"], c, context, x_RTD)
     return any_norm(x_RTD, p["stem_norm"], c.norm_eps) if c.stem_norm else x_RTD
 
@@ -100,9 +100,9 @@ def block(c: ViTConfig, context: Context) -> Block:
     Raises:
       ValueError: the stage reads no positions, with rotary positions.
     """
-    if c.positions == "learned2d":
+    if not c.rotates:
         return encoder_block(c, context)
-    positions_RT2, rotate = context.tokens.positions, rotate_axial if c.positions == "axial" else rotate_2d
+    positions_RT2, rotate = context.tokens.positions, rotate_axial if c.rotates == "axial" else rotate_2d
     if c.class_token:
         positions_RT2 = jnp.maximum(positions_RT2, 0)
     return encoder_block(c, context, partial(rotate, positions_RT2=positions_RT2, theta=c.rope_theta))

@@ -67,7 +67,7 @@ class VisionTransformer(Module):
             channels=c.channels,
             axes=2,
             special=int(c.class_token),
-            longest=c.grid if c.positions == "learned2d" and c.interpolate == "none" else 0,
+            longest=c.grid if c.has_table and c.interpolate == "none" else 0,
             bounded_by="ViT.grid",
             boundless="rope2d",
         )

@@ -1,9 +1,10 @@
 """Learned position embeddings of patches: rows of a square table, which may be resized to each image.
 
 Resizing is linear, so a patch's embedding is the product of the table with weights along rows and along columns. The
-weights are those of ``torch.nn.functional.interpolate`` with ``align_corners=False``, which ``transformers`` uses: Keys
-1981, "Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, which is as wide as a patch of the image if
-that is wider than a patch of the table (``antialias=True``).
+weights are those of ``torch.nn.functional.interpolate``, which ``transformers`` uses. With ``align_corners=False`` they
+are Keys 1981, "Cubic Convolution Interpolation", eq. 4 with a = -3/4; or a triangle, which is as wide as a patch of the
+image if that is wider than a patch of the table (``antialias=True``). With ``align_corners=True`` the first and last
+patches are at the first and last places, and weights are linear between two places.
 
 Shapes: R rows, T patches per row of this rank, S of all ranks, G places along a side of the table, N rows of the table
 (1 for a class token, and G²), D width.
@@ -72,12 +73,15 @@ def sides(
 def weights(c: ViTConfig, place_RT: Int[Array, "R T"], side_RT: Int[Array, "R T"]) -> Float[Array, "R T G"]:
     """fp32 weights of the table's places along one axis, for a patch at ``place`` of ``side`` patches; they sum to 1.
 
-    ``place`` counts from 0; G is ``c.grid``, the table's places along the axis; ``c.interpolate`` is "bicubic" or
-    "bilinear".
+    ``place`` counts from 0; G is ``c.grid``, the table's places along the axis; ``c.interpolate`` is "bicubic",
+    "bilinear" or "corners".
     """
+    places_G = jnp.arange(c.grid)
+    if c.interpolate == "corners":
+        at_RT = place_RT.astype(jnp.float32) * (c.grid - 1) / jnp.maximum(side_RT - 1, 1).astype(jnp.float32)
+        return jnp.maximum(0.0, 1.0 - jnp.abs(places_G - at_RT[..., None]))
     scale_RT1 = (c.grid / side_RT.astype(jnp.float32))[..., None]
     centre_RT1 = (place_RT[..., None].astype(jnp.float32) + 0.5) * scale_RT1
-    places_G = jnp.arange(c.grid)
     if c.interpolate == "bilinear":
         distance_RTG = jnp.abs(places_G + 0.5 - centre_RT1) / jnp.maximum(scale_RT1, 1.0)
         share_RTG = jnp.maximum(0.0, 1.0 - distance_RTG)

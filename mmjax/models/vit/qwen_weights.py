@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL and Qwen2.5-VL: settings, and weights tables of a vision transformer.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: settings, and weights tables of a vision transformer.
 
 The towers are part of a composite model's folder; their merger is a projector in mmjax. Imports no JAX.
 """
@@ -6,6 +6,7 @@ The towers are part of a composite model's folder; their merger is a projector i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isqrt
 from typing import Any
 
 from mmjax.configurable import one_of, require
@@ -30,11 +31,23 @@ _QWEN2_5: Mapping[str, Any] = _BASE | {
     "window_size": 112,
     "fullatt_block_indexes": (7, 15, 23, 31),
 }
+_QWEN3: Mapping[str, Any] = _BASE | {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+"""Composite models with a tower of Qwen3-VL."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_vl_vision": _QWEN2,
     "qwen2_5_vl": _QWEN2_5,
     "qwen2_5_vl_vision": _QWEN2_5,
+    **{f"{kind}{end}": _QWEN3 for kind in QWEN3 for end in ("", "_vision")},
 }
 """Defaults by ``model_type``; in older folders the tower has the type of the composite model."""
 
@@ -42,14 +55,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``ViTConfig``, by name, from a ``vision_config`` whose "model_type" is a key of ``DEFAULTS``.
 
-    Such a type is "qwen2_vl" or "qwen2_5_vl"; the result is such as {"layers": 32, "width": 1280, …}.
+    Such a type is "qwen2_vl" or "qwen3_vl_vision"; the result is such as {"layers": 32, "width": 1280, …}.
 
     Raises:
       ConfigError: mmjax cannot compute the tower.
       KeyError: the model type is another one.
     """
-    is_2_5 = DEFAULTS[hf_config["model_type"]] is _QWEN2_5
-    c = {**DEFAULTS[hf_config["model_type"]], **{key: value for key, value in hf_config.items() if value is not None}}
+    defaults = DEFAULTS[hf_config["model_type"]]
+    is_2_5, is_2 = defaults is _QWEN2_5, defaults is _QWEN2
+    c = {**defaults, **{key: value for key, value in hf_config.items() if value is not None}}
     one_of("config.json: hidden_act", c["hidden_act"], ACTIVATION_OF)
     rope, merge = c.get("rope_parameters") or {}, c["spatial_merge_size"]
     kind = rope.get("rope_type", "axial")
@@ -58,12 +72,12 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         require(
             isinstance(c[name], int), f"config.json: {name}", c[name], "ours are squares and equal; give one number"
         )
-    width = c["hidden_size"] if is_2_5 else c["embed_dim"]
+    width = c["embed_dim"] if is_2 else c["hidden_size"]
     values = {
         "layers": c["depth"],
         "width": width,
         "heads": c["num_heads"],
-        "mlp": c["intermediate_size"] if is_2_5 else int(width * c["mlp_ratio"]),
+        "mlp": int(width * c["mlp_ratio"]) if is_2 else c["intermediate_size"],
         "patch": c["patch_size"],
         "channels": c["in_channels"],
         "merge": merge,
@@ -81,7 +95,33 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "gated": is_2_5,
         "activation": ACTIVATION_OF[c["hidden_act"]],
     }
-    return values | (_windows(c) if is_2_5 else {"window": 0, "full_at": ()})
+    values |= _windows(c) if is_2_5 else {"window": 0, "full_at": ()}
+    return values | (_table(c) if defaults is _QWEN3 else {})
+
+
+def _table(c: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``ViTConfig`` on the tower's learned positions, and on the bias of its patches."""
+    places = c["num_position_embeddings"]
+    grid, fix = isqrt(places), "must be the square of a number, such as 2304"
+    require(grid**2 == places, "config.json: num_position_embeddings", places, fix)
+    return {"positions": "learned2d+axial", "grid": grid, "interpolate": "corners", "patch_bias": True}
+
+
+def deepstack(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``ProjectorConfig``, by name, on the outputs of inner layers of a tower of Qwen3-VL.
+
+    They are "levels", the layers of the tower, and "inject", the layers of the language model, from 1 on: features are
+    added to the output of the layer before.
+
+    ``hf_config`` is a ``vision_config``.
+
+    Raises:
+      ConfigError: the layers do not rise.
+    """
+    levels = tuple(hf_config.get("deepstack_visual_indexes", _QWEN3["deepstack_visual_indexes"]))
+    rising, fix = levels == tuple(sorted({*levels})), "must rise, as in published folders"
+    require(rising, "config.json: deepstack_visual_indexes", levels, fix)
+    return {"inject": tuple(range(1, len(levels) + 1)), "levels": levels}
 
 
 def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +132,21 @@ def _windows(c: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": window, "full_at": tuple(at for at in c["fullatt_block_indexes"] if at < c["depth"])}
 
 
-def rows(c: ViTConfig) -> tuple[Row, ...]:
-    """The tower's weights table, with keys without the prefix "visual.".
+def rows(c: ViTConfig, model_type: str) -> tuple[Row, ...]:
+    """The tower's weights table in a folder of this type, a key of ``DEFAULTS``; keys lack the prefix "visual.".
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", a tuple of one key, and its ``view`` of the tensor, such as
     the transpose.
     """
-    return tuple(Row(leaf, (key,), view) for leaf, key, view in _named(c))
+    return tuple(Row(leaf, (key,), view) for leaf, key, view in _named(c, is_3=DEFAULTS[model_type] is _QWEN3))
 
 
-def _named(c: ViTConfig) -> Iterator[tuple[str, str, View]]:
+def _named(c: ViTConfig, *, is_3: bool) -> Iterator[tuple[str, str, View]]:
     kernel = View((2, 3, 4, 1, 0), (c.width, c.channels, c.frames, c.patch, c.patch))
     yield "patch/kernel", "patch_embed.proj.weight", kernel
+    if is_3:
+        yield "patch/bias", "patch_embed.proj.bias", SAME
+        yield "position", "pos_embed.weight", SAME
     layer = "blocks.{}"
     for name, hf_name in (("attn_norm", "norm1"), ("mlp_norm", "norm2")):
         yield f"layers/{{}}/{name}/scale", f"{layer}.{hf_name}.weight", SAME
@@ -112,7 +155,8 @@ def _named(c: ViTConfig) -> Iterator[tuple[str, str, View]]:
     for number, name in enumerate("qkv"):
         yield f"layers/{{}}/attn/{name}", f"{layer}.attn.qkv.weight", third(number, c.width)
         yield f"layers/{{}}/attn/{name}_bias", f"{layer}.attn.qkv.bias", third(number, c.width, SAME)
-    plain = {"mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2"}
+    product = "linear_fc" if is_3 else "fc"
+    plain = {"mlp/up": f"mlp.{product}1", "mlp/down": f"mlp.{product}2"}
     gated = {"mlp/gate": "mlp.gate_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj"}
     for name, hf_name in {"attn/o": "attn.proj", **(gated if c.gated else plain)}.items():
         yield f"layers/{{}}/{name}", f"{layer}.{hf_name}.weight", TRANSPOSED

@@ -1,7 +1,7 @@
 """Vision towers of ``transformers`` as vision transformers: settings and weights tables.
 
 Supported are the vision models of CLIP, SigLIP, SigLIP 2, DINOv2 and ViT, alone or in a model with text; those of
-Qwen2-VL are in ``qwen_weights``. The features are those of patches, so pooling and classification heads have no leaves.
+Qwen-VL are in ``qwen_weights``. The features are those of patches, so pooling and classification heads have no leaves.
 Imports no JAX.
 """
 
@@ -233,7 +233,7 @@ def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
       KeyError: the model type is none of ``FAMILIES`` and none of Qwen's.
     """
     if model_type in qwen_weights.DEFAULTS:
-        return qwen_weights.rows(config)
+        return qwen_weights.rows(config, model_type)
     family = FAMILIES[model_type]
     return tuple(
         Row(leaf, (key, _PREFIXES[family] + key), view)
