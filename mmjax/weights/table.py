@@ -121,7 +121,7 @@ class Row:
     keys: tuple[str, ...]
     view: View = SAME
     copies: tuple[str, ...] = ()
-    layers: range | None = None
+    layers: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
