@@ -11,7 +11,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.parity import check
 
 Changes = dict[str, Any]
-DELTA: Changes = {  # as Qwen3.5: three of four layers, here of every two one
+DELTA: Changes = {  # as Qwen3.5: three of four layers, here one of two
     "llm/Decoder.qk_norm": True,
     "llm/Decoder.norm_plus_one": True,
     "llm/Decoder.attention_gate": True,
@@ -50,7 +50,8 @@ LAYOUTS: dict[str, Changes] = {
     "chunks": llm(pp=2, chunks=2),
     "cp 3 and pp": llm(cp=3, pp=2, **IN_ORDER),
     "cp 4": llm(cp=4, **IN_ORDER),
-    "cp and tp, zb-h1": llm(cp=2, tp=2, pp=2, **IN_ORDER) | SPLIT | {"vision/Layout.rank_offset": 0},
+    "cp and pp, zb-h1": llm(cp=2, pp=2, **IN_ORDER) | SPLIT,
+    "cp, tp and pp": llm(8, cp=2, tp=2, pp=2, **IN_ORDER) | {"vision/Layout.rank_offset": 0},
     "cp and dp": llm(cp=2, dp=2, **IN_ORDER),
     "cp without sp": llm(cp=2, tp=2, sp=False, **IN_ORDER),
     "zb-h1 without sp": llm(tp=2, pp=2, sp=False) | SPLIT,
