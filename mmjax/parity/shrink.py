@@ -251,7 +251,7 @@ def _latent(c: DecoderConfig) -> dict[str, int]:
 
 def _head_dim(c: DecoderConfig) -> int:
     """The width of a head, of which ``_HEAD`` components are rotated."""
-    return _HEAD if c.rope_share == 1 else round(_HEAD / c.rope_share)
+    return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
 
 
 def _delta(c: DecoderConfig, tp: int) -> dict[str, int]:

@@ -27,7 +27,17 @@ TEXTS: Sequence[Sequence[str | int]] = (
     ("Is ", 1, "as red as ", 2, "?"),
 )
 """The prompts of ``oracles/make_generated.py``; numbers are images."""
-LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3", "qwen3_5_text")
+LLMS = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "qwen3_5_text",
+)
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
 

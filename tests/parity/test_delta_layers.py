@@ -64,8 +64,7 @@ LAYOUTS: dict[str, Changes] = {
     "sharded parameters": llm(tp=2, dp=2, shard="parameters"),
     "sharded gradients": llm(dp=4, shard="gradients"),
     "optimizer on the host": llm(dp=2) | {"llm/Offload.optimizer": True},
-    "experts": llm(tp=2)
-    | {"llm/Decoder.experts": 4, "llm/Decoder.shared_experts": 1, "llm/Decoder.shared_gate": True},
+    "experts": llm(tp=2) | {"llm/Decoder.experts": 4, "llm/Decoder.shared_experts": 1, "llm/Decoder.shared_gate": True},
     "no attention": llm(tp=2, pp=2) | {"llm/Decoder.attention_every": 5},
 }
 

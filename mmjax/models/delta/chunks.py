@@ -235,9 +235,7 @@ def unit_gradient(x: Float[Array, "*B K"], dy: Float[Array, "*B K"]) -> Float[Ar
     return inverse * dy - x * (inverse**3 * jnp.sum(x * dy, axis=-1, keepdims=True))
 
 
-def unit_lower_inverse(
-    lower: Float[Array, "*B C C"], mul: Callable[[Array, Array], Array]
-) -> Float[Array, "*B C C"]:
+def unit_lower_inverse(lower: Float[Array, "*B C C"], mul: Callable[[Array, Array], Array]) -> Float[Array, "*B C C"]:
     """The inverse of I + ``lower``, whose entries are 0 on and above the diagonal; C is a power of two.
 
     By halves: [[P, 0], [Q, R]]⁻¹ = [[P⁻¹, 0], [-R⁻¹ Q P⁻¹, R⁻¹]]. A series of powers of ``lower`` would take products

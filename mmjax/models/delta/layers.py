@@ -146,7 +146,9 @@ def _before(context: Context, count: int, xs: list[Array]) -> _Before:
         return _Before([tail.reshape(*tail.shape[:2], -1) for tail in tails], segments, state_BKHV.swapaxes(1, 2))
     if axes := context.axes.positions:
         if segments_BT.shape[1] < count:
-            raise ValueError(f"a rank of cp has {segments_BT.shape[1]} tokens of a row; a convolution reads {count} more")
+            raise ValueError(
+                f"a rank of cp has {segments_BT.shape[1]} tokens of a row; a convolution reads {count} more"
+            )
         widths = np.cumsum([x.shape[-1] for x in xs[:-1]])
         tails = jnp.split(_of_rank_before(jnp.concatenate([x[:, -count:] for x in xs], axis=-1), axes), widths, axis=-1)
         return _Before(tails, _of_rank_before(segments_BT[:, -count:], axes))

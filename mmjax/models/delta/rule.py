@@ -126,7 +126,10 @@ def _rule_forward(rule: _Rule, heads: TokenHeads, starts_BT: Array, state: Array
 
 def _rule_backward(rule: _Rule, residuals: Any, gradients: tuple[Array, Array]) -> tuple[TokenHeads, None, None]:
     heads, starts_BT, states, transfers = residuals
-    blocks, d_out = _blocks(heads, starts_BT), _value_blocks(gradients[0], _chunk_sizes(heads.v.shape[1]), heads.k.shape[2])
+    blocks, d_out = (
+        _blocks(heads, starts_BT),
+        _value_blocks(gradients[0], _chunk_sizes(heads.v.shape[1]), heads.k.shape[2]),
+    )
     d_state = jnp.zeros_like(states[0])
     if rule.axes:
         d_starts = _all_ranks(_state_gradient(rule.chunks, blocks, d_out, d_state), rule.axes)

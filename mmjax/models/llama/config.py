@@ -212,6 +212,9 @@ class DecoderConfig(ModuleSettings):
             self._check_latent()
         elif not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
+        fix = f"must be above 0, at most 1, and rotate an even number of a head's {self.head_width} components"
+        is_part = 0 < self.rope_share < 1 and self.rotary_width > 0 and self.rotary_width % 2 == 0
+        require(is_part or self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
         even, name = "must be even, such as 16", "rope_head_dim" if self.kv_rank else "head_dim"
         require(self.rotary_width % 2 == 0, f"Decoder.{name}", self.rotary_width, even)
         kind = Rules.parse(self.mask, "Decoder.mask").kind
@@ -281,9 +284,6 @@ class DecoderConfig(ModuleSettings):
         fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
         require(not sections or legal, "Decoder.rope_sections", sections, fix)
-        fix = f"must be above 0, at most 1, and rotate an even number of a head's {self.head_width} components"
-        legal = 0 < self.rope_share <= 1 and self.rotary_width > 0
-        require(legal and self.rotary_width % 2 == 0, "Decoder.rope_share", self.rope_share, fix)
 
     def _check_latent(self) -> None:
         for name in ("nope_head_dim", "rope_head_dim"):
@@ -411,7 +411,7 @@ class DecoderConfig(ModuleSettings):
     @property
     def rotary_width(self) -> int:
         """Width of the part of one head that is rotated."""
-        return self.rope_head_dim if self.kv_rank else round(self.rope_share * self.head_width)
+        return self.rope_head_dim if self.kv_rank else int(self.rope_share * self.head_width)
 
     @property
     def value_width(self) -> int:

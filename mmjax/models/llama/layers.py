@@ -245,9 +245,7 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Arr
     axes, positions = context.axes, context.tokens.positions
     qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
     widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
-    q, k, v = (
-        split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True)
-    )
+    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
     if c.qk_norm:
         q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])

@@ -313,7 +313,7 @@ def to_hf_config(
         if not different:
             return hf_config
         differences.append(different)
-    name = min(differences, key=len, default=["kv_rank"])[0]
+    name = min(differences, key=len, default=["kv_rank" if model_type in _LATENT or c.kv_rank else "delta_heads"])[0]
     kinds = repr(model_type) if model_type else " or ".join(map(repr, ALONE))
     fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
     raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
