@@ -250,7 +250,7 @@ def _latent(c: DecoderConfig) -> dict[str, int]:
 
 
 def _head_dim(c: DecoderConfig) -> int:
-    """The width of a head, of which ``_HEAD`` components are rotated."""
+    """The width of a head with about ``_HEAD`` rotated components."""
     return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
 
 

@@ -21,7 +21,7 @@ def delta_rule(
     decay_NH: Float[Array, "N H"],
     strength_NH: Float[Array, "N H"],
 ) -> Float[Array, "N H V"]:
-    """What each token reads of its head's state, from 0 on: S ← a S + b k (v - a Sᵀk)ᵀ, then Sᵀq.
+    """The values that tokens read of their heads' states, which begin as 0: S ← a S + b k (v - a Sᵀk)ᵀ, then Sᵀq.
 
     Queries and keys are divided by their lengths, queries by sqrt(K) too; value head h has key head h // (H / G).
 

@@ -5,7 +5,8 @@
 Under ``tests/oracles/llm/<family>``: ``config.json`` and ``model.safetensors`` as ``save_pretrained`` writes them, in
 bf16, and ``values.npz`` of the same weights in fp32: for several sequences, each run alone, the hidden states behind
 the last norm, the logits, and the log-probability of each next token; and the versions that made them. No bias is 0 and
-no scale is 1 (of Qwen3.5, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and than the context before it was scaled.
+no scale is 1 (of Qwen3.5, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and than the
+context before it was scaled.
 """
 
 # pyright: reportMissingImports=false

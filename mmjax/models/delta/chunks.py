@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -45,7 +44,7 @@ _BASE = 8
 
 
 class Heads(NamedTuple):
-    """What the rule reads of tokens, in chunks.
+    """Inputs of the rule, in chunks of tokens.
 
     Attributes:
       q, k: queries and keys, of any length, ``[N, B, G, C, K]``.
@@ -64,7 +63,7 @@ class Heads(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What does not depend on the state: fp32, of all chunks of a block.
+    """Quantities of a block's chunks that do not depend on the state, in fp32.
 
     Attributes:
       q, k: queries, times K^-0.5, and keys, of length 1.
@@ -102,7 +101,7 @@ class ChunkRule:
     precision: lax.Precision = lax.Precision.HIGHEST
 
     def block(self, heads: Heads) -> Block:
-        """All that does not depend on the state."""
+        """The quantities that do not depend on the state."""
         mul = self._mul
         q = unit(heads.q) * heads.q.shape[-1] ** -0.5
         k = unit(heads.k)
@@ -131,7 +130,7 @@ class ChunkRule:
         )
 
     def states(self, block: Block, state: Float[Array, "B G R K V"]) -> tuple[Array, Float[Array, "N B G R K V"]]:
-        """The state behind the block, and those at the starts of its chunks, from that at its start."""
+        """The state behind the block and the states at the starts of its chunks, from the first of these."""
         mul = self._mul
 
         def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -143,13 +142,13 @@ class ChunkRule:
         return lax.scan(step, state, (block.k, block.leave, block.keep, block.written, block.erased))
 
     def outputs(self, block: Block, states: Array) -> Float[Array, "N B G R C V"]:
-        """What the tokens read, from the states at the starts of chunks."""
+        """The values that tokens read, from the states at the starts of chunks."""
         mul, x = self._mul, self._writes(block, states)
         before = block.enter[..., None] * mul("nbgck,nbgrkv->nbgrcv", block.q, states)
         return before + mul("nbgrcd,nbgrdv->nbgrcv", block.scores[:, :, :, None] * block.decay, x)
 
     def state_gradient(self, block: Block, d_out: Array, d_state: Array) -> tuple[Array, Array]:
-        """The gradient of the state at the block's start, and those of the states behind its chunks.
+        """The gradient of the state at the block's start, and the gradients of the states behind its chunks.
 
         Args:
           block: the block.
@@ -172,7 +171,7 @@ class ChunkRule:
         """Gradients of ``heads``, whose ``run`` has none (its numbers are returned).
 
         Args:
-          heads, block: the tokens, and what ``block`` makes of them.
+          heads, block: the tokens, and the result of ``block``.
           states: the states at the starts of chunks.
           d_out: the gradient of ``outputs``.
           d_states: the gradients of the states behind chunks.
@@ -215,7 +214,7 @@ class ChunkRule:
         )
 
     def _writes(self, block: Block, states: Array) -> Float[Array, "N B G R C V"]:
-        """x: what tokens write under their keys."""
+        """The values that tokens write under their keys, x."""
         return block.written - self._mul("nbgrck,nbgrkv->nbgrcv", block.erased, states)
 
     def _mul(self, subscripts: str, *arrays: Array) -> Array:
@@ -229,7 +228,7 @@ def unit(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
 
 
 def unit_gradient(x: Float[Array, "*B K"], dy: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """The gradient of ``x``, from that of ``unit(x)``."""
+    """The gradient of ``x``, from the gradient of ``unit(x)``."""
     x = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + UNIT_EPS)
     return inverse * dy - x * (inverse**3 * jnp.sum(x * dy, axis=-1, keepdims=True))

@@ -123,7 +123,7 @@ def _record(c: DeltaSizes, heads: TokenHeads, channels: int) -> None:
 
 
 class _Before(NamedTuple):
-    """What is known of the tokens before this rank's.
+    """The tokens before this rank's, as convolutions and states need them.
 
     Attributes:
       tails: the last ``L - 1`` of them, ``[B, L - 1, channels]`` for each convolution; zeros before a row's first.

@@ -1,7 +1,7 @@
 """The gated delta rule over packed rows as a ``custom_vjp``, on local shards inside ``shard_map``.
 
 Forward goes over blocks of chunks (see ``chunks``) and keeps the state at the start of each. Backward goes over them
-from the last to the first and computes each again: memory and work grow in proportion to the tokens.
+from the last to the first and computes each again, so memory and work grow in proportion to the tokens.
 
 *Context parallelism*: to a rank the tokens before its own are a state S, and S behind its tokens is M S + U: an affine
 function, whose M is ``[K, K]`` and U ``[K, V]`` for a value head. Each rank computes M and U of its tokens, gathers
@@ -31,7 +31,7 @@ from mmjax.models.taps import Value
 
 
 class TokenHeads(NamedTuple):
-    """What the rule reads of tokens.
+    """Inputs of the rule.
 
     Attributes:
       q, k: queries and keys, of any length, ``[B, T, G, K]``.
@@ -61,11 +61,11 @@ def delta_rule(
     state: Float[Array, "B H K V"] | None = None,
     axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """What each token reads, and the fp32 state behind the last token, which has no gradient.
+    """The values that tokens read, and the fp32 state behind the last token, which has no gradient.
 
     Args:
       heads: of the tokens.
-      segments_BT: their segments; padding changes no state, and what it reads is 0.
+      segments_BT: their segments; padding changes no state and reads 0.
       starts_BT: where a sample begins, which reads nothing of the tokens before.
       state: the state before the first token; none is 0. Without gradient, and not over several ranks.
       axes: mesh axes that split the tokens of rows in contiguous runs.
@@ -191,7 +191,7 @@ def _value_blocks(x_BTH: Array, sizes: tuple[int, int, int], groups: int) -> Arr
 
 
 def _tokens(x: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of ``_cut`` with heads before tokens: ``[blocks, N, B, heads …, C, …]`` to ``shape``, ``[B, T, …]``."""
+    """The inverse of ``_cut`` with heads before tokens: ``[blocks, N, B, heads …, C, …]`` to ``shape``, ``[B, T …]``."""
     width = len(shape) - 3  # dimensions behind heads
     chunk_dim = x.ndim - 1 - width
     x = jnp.moveaxis(x, (2, chunk_dim), (0, 3))  # [B, blocks, N, C, heads …, …]
@@ -232,7 +232,7 @@ def _all_ranks(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _state_of_rank(transfers: Array, state: Array, axes: tuple[str, ...]) -> Array:
-    """The state at the start of this rank's tokens; that of the first rank is ``state``."""
+    """The state at the start of this rank's tokens; the first rank's is ``state``."""
     K, rank, chosen = state.shape[-2], lax.axis_index(axes), state
     for before, transfer in enumerate(transfers[:-1]):
         state = _exact(transfer[..., :K], state) + transfer[..., K:]
@@ -241,7 +241,7 @@ def _state_of_rank(transfers: Array, state: Array, axes: tuple[str, ...]) -> Arr
 
 
 def _gradient_of_rank(transfers: Array, d_starts: Array, axes: tuple[str, ...]) -> Array:
-    """The gradient of the state behind this rank's tokens; that of the last rank is 0."""
+    """The gradient of the state behind this rank's tokens; the last rank's is 0."""
     K, rank = transfers.shape[-2], lax.axis_index(axes)
     d_state = chosen = jnp.zeros_like(d_starts[0])
     for behind in range(len(transfers) - 1, 0, -1):

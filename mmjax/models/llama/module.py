@@ -32,7 +32,7 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike in window and chunks, in experts, and in the delta rule."""
+        """Its groups of layers: runs of layers that are alike in window and chunks, experts, and the delta rule."""
         c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(

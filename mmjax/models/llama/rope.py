@@ -23,8 +23,8 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
     only the first components are rotated, as a narrower head. The result has the shape and dtype of ``x_BTHK``.
     """
     if c.rotary_width < x_BTHK.shape[-1]:
-        rotated, rest = jnp.split(x_BTHK, [c.rotary_width], axis=-1)
-        return jnp.concatenate([rotate(c, rotated, positions), rest], axis=-1)
+        rotated, unrotated = jnp.split(x_BTHK, [c.rotary_width], axis=-1)
+        return jnp.concatenate([rotate(c, rotated, positions), unrotated], axis=-1)
     if c.kv_rank:
         x_BTHK = jnp.concatenate([x_BTHK[..., 0::2], x_BTHK[..., 1::2]], axis=-1)
     frequency_K = frequencies(c.rotary_width, c.rope_theta)
