@@ -191,7 +191,7 @@ def _value_blocks(x_BTH: Array, sizes: tuple[int, int, int], groups: int) -> Arr
 
 
 def _tokens(x: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of ``_cut`` with heads before tokens: ``[blocks, N, B, heads …, C, …]`` to ``shape``, ``[B, T …]``."""
+    """Blocks ``[blocks, N, B, heads, C, …]`` as tokens ``[B, T, …]`` of this shape; the inverse of ``_cut``."""
     width = len(shape) - 3  # dimensions behind heads
     chunk_dim = x.ndim - 1 - width
     x = jnp.moveaxis(x, (2, chunk_dim), (0, 3))  # [B, blocks, N, C, heads …, …]
