@@ -37,8 +37,8 @@ def drawn(B: int, T: int, G: int, R: int, K: int, V: int, seed: int = 0) -> tupl
             row[start : min(start + length, T - 2)] = number = number + 1
             start += length
     d_out = rng.normal(size=v.shape) * (segments > 0)[..., None, None]
-    heads = tuple(np.float32(x) for x in (q, k + 1, v, log_decay, strength))
-    return heads, segments, np.float32(d_out)
+    heads = tuple(x.astype(np.float32) for x in (q, k + 1, v, log_decay, strength))
+    return heads, segments, d_out.astype(np.float32)
 
 
 def recurrence(heads: Arrays, segments_T: np.ndarray, d_out: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -180,7 +180,7 @@ def test_a_state_goes_on() -> None:
             outs.append(out)
         return jnp.concatenate(outs, axis=1)
 
-    assert apart(np.asarray(jax.jit(in_parts)(TokenHeads(*heads), segments)), want) < 1e-6
+    assert apart(np.asarray(jax.jit(in_parts)(TokenHeads(*map(jnp.asarray, heads)), segments)), want) < 1e-6
 
 
 @pytest.mark.long
@@ -196,7 +196,8 @@ def test_work_and_memory_are_in_proportion_to_tokens() -> None:
 def sizes_of_gradient(tokens: int) -> tuple[int, int]:
     """FLOPs of products and temporary bytes of the rule with its gradient: two value heads of 16 x 16."""
     shapes = [(1, tokens, 1, 16), (1, tokens, 1, 16), (1, tokens, 2, 16), (1, tokens, 2), (1, tokens, 2)]
-    heads = TokenHeads(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    arrays: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    heads = TokenHeads(*arrays)
     segments = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     mesh = Mesh(np.array(jax.devices()[:1]), ("cp",))
 
@@ -228,7 +229,7 @@ def products(jaxpr: Any) -> int:
 def test_a_convolution_reads_no_other_sample() -> None:
     """Values and gradients of a packed row are those of its samples alone, and of shifts by hand."""
     rng = np.random.default_rng(0)
-    x, filters, d_y = (np.float32(rng.normal(size=size)) for size in ((1, 20, 3), (3, 4), (1, 20, 3)))
+    x, filters, d_y = (rng.normal(size=size).astype(np.float32) for size in ((1, 20, 3), (3, 4), (1, 20, 3)))
     segments = np.array([[1] * 2 + [2] * 9 + [3] * 6 + [0] * 3])
     mesh = Mesh(np.array(jax.devices()[:1]), ("cp",))
 

@@ -53,10 +53,10 @@ class GatedDelta(nnx.Module):
         for name in _FILTERED:
             value = jax.random.uniform(rngs.params(), (widths[name], c.taps), minval=-bound, maxval=bound)
             setattr(self, f"{name}_filter", nnx.Param(value, dims=("heads", "taps"), in_fp32=True))
-        rates = jax.random.uniform(rngs.params(), c.value_heads, minval=FIRST_RATES[0], maxval=FIRST_RATES[1])
+        rates = jax.random.uniform(rngs.params(), (c.value_heads,), minval=FIRST_RATES[0], maxval=FIRST_RATES[1])
         self.log_rate = nnx.Param(jnp.log(rates), dims=("heads",), in_fp32=True)
         low, high = map(math.log, FIRST_STEPS)
-        steps = jnp.exp(jax.random.uniform(rngs.params(), c.value_heads, minval=low, maxval=high))
+        steps = jnp.exp(jax.random.uniform(rngs.params(), (c.value_heads,), minval=low, maxval=high))
         self.step_bias = nnx.Param(jnp.log(jnp.expm1(steps)), dims=("heads",), in_fp32=True)
         self.norm = nnx.Param(jnp.ones(c.value_dim), dims=("head",))
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (values, c.width)), dims=("heads", "embed"))
@@ -84,7 +84,8 @@ def mixed(c: DeltaSizes, context: Context, p: Params, h: Array) -> Float[Array, 
         short_convolution(y, a[f"{name}_filter"], segments_BS) for y, name in zip(behind, _FILTERED, strict=True)
     )
     heads = TokenHeads(
-        *(split_heads(y, c.key_dim) for y in (q, k)),
+        split_heads(q, c.key_dim),
+        split_heads(k, c.key_dim),
         split_heads(v, c.value_dim),
         log_decay=_log_decay(x["decay"], a["log_rate"], a["step_bias"]),
         strength=jax.nn.sigmoid(x["strength"].astype(jnp.float32)),

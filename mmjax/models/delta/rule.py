@@ -76,7 +76,7 @@ def delta_rule(
         log_decay=jnp.where(is_token & ~starts_BT[..., None], heads.log_decay, 0),
         strength=jnp.where(is_token, heads.strength, 0),
     )
-    arrays = heads if state is None else (*heads, state)
+    arrays: list[Any] = [*heads, *([] if state is None else [state])]
     *arrays, starts_BT, segments_BT = jax_compat.alike(*arrays, starts_BT.astype(jnp.int32), segments_BT)
     heads = TokenHeads(*arrays[: len(heads)])
     if state is None:
@@ -166,12 +166,13 @@ def _blocks(heads: TokenHeads, starts_BT: Array) -> Heads:
     """The tokens in chunks, with a first dimension of blocks."""
     sizes = _chunk_sizes(heads.v.shape[1])
     groups = heads.k.shape[2]
-    starts = _cut(starts_BT, sizes)
     return Heads(
-        *(jnp.moveaxis(_cut(x, sizes), 4, 3) for x in (heads.q, heads.k)),
-        _value_blocks(heads.v, sizes, groups),
-        *(_value_blocks(x, sizes, groups) for x in (heads.log_decay, heads.strength)),
-        run=jnp.cumsum(starts, axis=-1),
+        q=jnp.moveaxis(_cut(heads.q, sizes), 4, 3),
+        k=jnp.moveaxis(_cut(heads.k, sizes), 4, 3),
+        v=_value_blocks(heads.v, sizes, groups),
+        log_decay=_value_blocks(heads.log_decay, sizes, groups),
+        strength=_value_blocks(heads.strength, sizes, groups),
+        run=jnp.cumsum(_cut(starts_BT, sizes), axis=-1),
     )
 
 
