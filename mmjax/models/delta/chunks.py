@@ -22,7 +22,6 @@ keys, V width of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -112,9 +111,7 @@ class ChunkRule:
         enter = jnp.where((heads.run == 0)[:, :, None, None], jnp.exp(coarse + fine), 0)
         overlaps = mul("nbgck,nbgdk->nbgcd", k, k)
         strength = heads.strength
-        solve = unit_lower_inverse(
-            jnp.tril(strength[..., None] * overlaps[:, :, :, None] * decay, -1), partial(mul, "...cd,...de->...ce")
-        )
+        solve = unit_lower_inverse(jnp.tril(strength[..., None] * overlaps[:, :, :, None] * decay, -1))
         return Block(
             q=q,
             k=k,
@@ -234,18 +231,19 @@ def unit_gradient(x: Float[Array, "*B K"], dy: Float[Array, "*B K"]) -> Float[Ar
     return inverse * dy - x * (inverse**3 * jnp.sum(x * dy, axis=-1, keepdims=True))
 
 
-def unit_lower_inverse(lower: Float[Array, "*B C C"], mul: Callable[[Array, Array], Array]) -> Float[Array, "*B C C"]:
+def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """The inverse of I + ``lower``, whose entries are 0 on and above the diagonal; C is a power of two.
 
     By halves: [[P, 0], [Q, R]]⁻¹ = [[P⁻¹, 0], [-R⁻¹ Q P⁻¹, R⁻¹]]. A series of powers of ``lower`` would take products
-    alone too, and cancels for keys that are alike. ``mul`` multiplies matrices.
+    alone too, and cancels for keys that are alike. Products are exact in fp32, since their errors grow in an inverse.
     """
     size = lower.shape[-1]
     if size <= _BASE:
         return _inverse_by_rows(lower)
     half = size // 2
     corners = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
-    first, second = unit_lower_inverse(corners, mul)
+    first, second = unit_lower_inverse(corners)
+    mul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     below = -mul(mul(second, lower[..., half:, :half]), first)
     upper = jnp.concatenate([first, jnp.zeros_like(below)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)

@@ -76,17 +76,19 @@ def delta_rule(
         log_decay=jnp.where(is_token & ~starts_BT[..., None], heads.log_decay, 0),
         strength=jnp.where(is_token, heads.strength, 0),
     )
-    arrays: list[Any] = [*heads, *([] if state is None else [state])]
-    *arrays, starts_BT, segments_BT = jax_compat.alike(*arrays, starts_BT.astype(jnp.int32), segments_BT)
+    known = [] if state is None else [state]
+    starts_BT, segments_BT, *arrays = jax_compat.alike(starts_BT.astype(jnp.int32), segments_BT, *heads, *known)
     heads = TokenHeads(*arrays[: len(heads)])
     if state is None:
         (B, _, G, K), (_, _, H, V) = heads.k.shape, heads.v.shape
         start = Value((B, G, H // G, K, V), jnp.float32, jax_compat.varying_axes(heads.v)).zeros()
     else:
-        start = arrays[-1].reshape(state.shape[0], heads.k.shape[2], -1, *state.shape[2:])
+        _, _, K, V = state.shape
+        start = arrays[-1].reshape(len(state), heads.k.shape[2], -1, K, V)
     # Rounded features gain nothing of products that are exact in fp32.
     precision = lax.Precision.HIGHEST if heads.v.dtype == jnp.float32 else lax.Precision.DEFAULT
-    out_BTHV, last = _rule(_Rule(ChunkRule(precision), axes), heads, starts_BT, start)
+    results: Any = _rule(_Rule(ChunkRule(precision), axes), heads, starts_BT, start)
+    out_BTHV, last = results
     out_BTHV = jnp.where((segments_BT != 0)[..., None, None], out_BTHV, 0)
     return out_BTHV, lax.stop_gradient(last).reshape(last.shape[0], -1, *last.shape[3:])
 
