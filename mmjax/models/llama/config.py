@@ -232,7 +232,7 @@ class DecoderConfig(ModuleSettings):
         super().check(name, layout)
         fix = f"delta layers ({setting_name(name, self, 'delta_heads')}) go from token to token; set it to 'contiguous'"
         is_in_order = layout.cp == 1 or layout.cp_tokens == "contiguous"
-        require(is_in_order or not self.delta_heads, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
+        require(is_in_order or not self.needs_order, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
 
     def check_media(self, name: str, media: Sequence[str]) -> None:
         """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
@@ -395,6 +395,11 @@ class DecoderConfig(ModuleSettings):
         """Whether a layer has the window and chunks; False if the model has neither."""
         full = layer < self.full_layers or (self.full_every > 0 and (layer + 1) % self.full_every == 0)
         return bool(self.window or self.chunk) and not full and not self.has_delta(layer)
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether there are delta layers, whose states go from token to token."""
+        return self.delta_heads > 0
 
     @property
     def grid_setting(self) -> str:

@@ -49,7 +49,7 @@ class Llama(Module):
     @property
     def in_order(self) -> bool:
         """Whether it has delta layers, whose states go from token to token."""
-        return self.config.delta_heads > 0
+        return self.config.needs_order
 
     @property
     def layer_losses(self) -> Mapping[str, Loss]:
