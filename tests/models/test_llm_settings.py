@@ -377,7 +377,7 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
             {"delta_heads": 2, "delta_value_heads": 3},
             "Decoder.delta_heads=2: must divide Decoder.delta_value_heads (3)",
         ),
-        ({"delta_heads": 2, "delta_taps": 0}, "Decoder.delta_taps=0: must be above 0"),
+        ({"delta_heads": 2, "delta_taps": 1}, "Decoder.delta_taps=1: a convolution reads tokens before"),
         ({"delta_heads": 2, "mask": "gemma3"}, "Decoder.mask='gemma3': delta layers see earlier tokens of a sample"),
         ({"rope_share": 0.2}, "Decoder.rope_share=0.2: must be above 0, at most 1, and rotate an even number of"),
         ({"kv_rank": 8}, "Decoder.nope_head_dim=0: must be above 0, such as 64"),

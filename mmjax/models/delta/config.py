@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmjax.configurable import divides, positive
+from mmjax.configurable import divides, positive, require
 
 DELTA_SETTINGS = ("delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_taps", "attention_every")
 """Settings of a decoder that have no effect without ``delta_heads``."""
@@ -40,9 +40,14 @@ class DeltaSizes:
           name: the gin name of the settings, such as "Decoder".
 
         Raises:
-          ConfigError: a size is not above 0, or the key heads do not divide the value heads.
+          ConfigError: a width is not above 0, a convolution has one tap, or key heads do not divide value heads.
         """
-        sizes = {"delta_key_dim": self.key_dim, "delta_value_dim": self.value_dim, "delta_taps": self.taps}
-        for field, size in sizes.items():
-            positive(f"{name}.{field}", size, 4)
+        for field, size in {"delta_key_dim": self.key_dim, "delta_value_dim": self.value_dim}.items():
+            positive(f"{name}.{field}", size, 128)
+        require(
+            self.taps > 1,
+            f"{name}.delta_taps",
+            self.taps,
+            "a convolution reads tokens before; use 2 or more, such as 4",
+        )
         divides(f"{name}.delta_heads", self.heads, self.value_heads, f"{name}.delta_value_heads")

@@ -5,7 +5,7 @@ the place of attention, and its output has a norm, and a gate of its own for eac
 them value heads.
 
 Shapes: B rows, T tokens of all tp ranks, D width, G key heads and H value heads local to this rank, K and V widths of
-keys and values, L taps of a convolution; Q, K and V numbers of all heads in names of filters and tails.
+keys and values, L taps of a convolution.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from mmjax.models.recorded_work import record_work
 _PRODUCTS = ("q", "k", "v", "gate", "decay", "strength")
 _FILTERED = ("q", "k", "v")
 FIRST_RATES = (0.01, 16.0)
-"""Rates of decay at the start are drawn between these; a step's decay is exp(-rate · softplus(decay + step_bias))."""
+"""Limits of a head's rate at the start; a token's decay is exp(-rate · softplus(decay + step_bias))."""
 FIRST_STEPS = (0.001, 0.1)
-"""softplus(step_bias) at the start, whose logarithm is drawn between those of these."""
+"""Limits of softplus(step_bias) at the start, of which the logarithm is drawn."""
 
 
 class GatedDelta(nnx.Module):
@@ -109,6 +109,7 @@ def _log_decay(decay_BTH: Array, log_rate_H: Array, step_bias_H: Array) -> Float
 
 
 def _gated(y: Array, gate: Array) -> Array:
+    """The output times silu of its gate, in fp32 until it is rounded."""
     return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(y.dtype)
 
 
@@ -138,6 +139,7 @@ class _Before(NamedTuple):
 
 
 def _before(context: Context, count: int, xs: list[Array]) -> _Before:
+    """The last ``count`` tokens before those of ``xs``, the inputs of convolutions."""
     segments_BT = context.tokens.segments_BT
     cached = context.cache.state() if context.cache else None
     if cached is not None:
