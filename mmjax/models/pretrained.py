@@ -95,7 +95,7 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     },
 }
 """The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
-TEXT_OF: Mapping[str, FolderPart] = {"qwen3_5": _QWEN_TEXT}
+TEXT_OF: Mapping[str, FolderPart] = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_TEXT)
 """The language model's part of composite models whose other parts mmjax does not read, by "model_type"."""
 
 

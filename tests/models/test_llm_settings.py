@@ -107,6 +107,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_value_heads=48, **QWEN35),
         **dict(layer_types=[*["linear_attention"] * 3, "full_attention"] * 16),
     },
+    "qwen3.5-35b-a3b": {
+        **dict(model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16),
+        **dict(num_key_value_heads=2, head_dim=256, linear_num_value_heads=32, **QWEN35),
+        **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, router_aux_loss_coef=0.001),
+        **dict(shared_expert_intermediate_size=512),
+    },
 }
 """Of the folders on the Hub, what shapes the model."""
 TINY: dict[str, Any] = {
@@ -138,7 +144,7 @@ def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
     sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
-    sizes |= {"qwen3.5-9b": 8_953_803_264, "qwen3.5-27b": 26_895_998_464}
+    sizes |= {"qwen3.5-9b": 8_953_803_264, "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688}
     sizes |= {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200}
     assert {name: module_of(from_preset(DecoderConfig, name)).parameters() for name in sizes} == sizes
 
@@ -294,6 +300,7 @@ DELTA = {
     **{"delta_value_heads": 6, "delta_key_dim": 5, "delta_value_dim": 7, "delta_taps": 3, "attention_every": 2},
 }
 KINDS |= LATENT | {"qwen3_5_text": DELTA}
+KINDS["qwen3_5_moe_text"] = {**DELTA, "experts": 5, "expert_mlp": 8, "shared_experts": 3, "shared_gate": True}
 ROPES = (
     {},
     {"rope_scaling": "linear", "rope_factor": 3.0},

@@ -22,8 +22,20 @@ import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 HERE = Path(__file__).parent / "llm"
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "qwen3_5_text")
-LAYERS = {"qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")}
+FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+LAYERS = {
+    "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
+    "qwen3_5_moe_text": ("layers.0.",),
+}
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5
 

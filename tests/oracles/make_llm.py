@@ -28,6 +28,7 @@ from transformers import (
     MixtralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -115,6 +116,13 @@ FAMILIES: dict[str, Any] = {
         **_rope("default", rope_theta=10000.0, partial_rotary_factor=0.25, mrope_section=[1, 1, 0]),
         **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=5),
         **dict(layer_types=["linear_attention", "linear_attention", "full_attention"] + ["linear_attention"] * 2),
+    ),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
+        **{name: size for name, size in SIZES.items() if name not in ("intermediate_size", "head_dim")},
+        **_rope("default", rope_theta=10000.0, partial_rotary_factor=0.5),
+        **dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=6),
+        **dict(head_dim=8, full_attention_interval=2, num_experts=6, num_experts_per_tok=2),
+        **dict(moe_intermediate_size=12, shared_expert_intermediate_size=12),
     ),
 }
 

@@ -1,6 +1,7 @@
 """Qwen3.5 and Qwen3.6 in folders of transformers: rows of gated delta layers, and their part of ``config.json``.
 
-The value of ``model_type`` is qwen3_5_text; folders of the composite model, qwen3_5, have it as their "text_config".
+Values of ``model_type`` are qwen3_5_text and, with experts (see ``expert_weights``), qwen3_5_moe_text; folders of the
+composite models, qwen3_5 and qwen3_5_moe, have them as their "text_config".
 Of tokens of images nothing is known here: a token of text has one number for all three axes of interleaved M-RoPE,
 which then is plain rotation. Imports no JAX.
 """
@@ -11,23 +12,30 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import require
+from mmjax.models.llama import expert_weights
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
 """The contents of a ``config.json``, or its part on the language model."""
+_DENSE: Json = {
+    **{"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4},
+    **{"head_dim": 256, "intermediate_size": 12288, "vocab_size": 248320, "hidden_act": "silu"},
+    **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768},
+    **{"attention_bias": False, "mlp_bias": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
+    **{"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"layer_types": None, "full_attention_interval": 4},
+}
+_MOE = "qwen3_5_moe_text"
 DEFAULTS: Mapping[str, Json] = {
-    "qwen3_5_text": {
-        **{"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4},
-        **{"head_dim": 256, "intermediate_size": 12288, "vocab_size": 248320, "hidden_act": "silu"},
-        **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 32768},
-        **{"attention_bias": False, "mlp_bias": False, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
-        **{"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
-        **{"layer_types": None, "full_attention_interval": 4},
-    }
+    "qwen3_5_text": _DENSE,
+    _MOE: {
+        **_DENSE,
+        **{"num_hidden_layers": 40, "hidden_size": 2048, "num_key_value_heads": 2, "intermediate_size": 512},
+        **expert_weights.DEFAULTS[_MOE],
+    },
 }
 """The defaults of transformers for missing keys, by model type."""
-ARCHITECTURE = "Qwen3_5ForCausalLM"
 ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
 """Keys of ``rope_parameters`` that change nothing for text."""
 UNUSED = r"mtp\..*"
@@ -104,11 +112,11 @@ def rope_share(t: Json, rope: Json) -> float:
     return _ROPE_SHARE if share is None else float(share)
 
 
-def config_entries(c: DecoderConfig) -> dict[str, Any]:
-    """The entries of a ``config.json`` on delta layers."""
+def config_entries(c: DecoderConfig, kind: str) -> dict[str, Any]:
+    """The entries of a ``config.json`` of this ``model_type`` on delta layers, and its architecture."""
     sizes = c.delta
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": ["Qwen3_5MoeForCausalLM" if kind == _MOE else "Qwen3_5ForCausalLM"],
         "attention_bias": c.o_bias,
         "linear_num_key_heads": sizes.heads,
         "linear_num_value_heads": sizes.value_heads,

@@ -1,8 +1,8 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
-and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text (see
-``qwen35_weights``), and in composite models those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
+and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
+qwen3_5_moe_text (see ``qwen35_weights``), and in composite models those of Qwen2-VL and Qwen2.5-VL. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
         "qk_norm": kind in ("qwen3", "qwen3_moe", *_DELTA),
     }
-    if kind in _WITH_EXPERTS:
+    if kind in expert_weights.DEFAULTS:
         values |= expert_weights.expert_settings(kind, t)
     if kind in _LATENT:
         values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
@@ -374,12 +374,12 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= {"qkv_bias": c.qkv_bias, "use_sliding_window": False}
     if kind == "qwen3_moe":
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
-    if kind in _WITH_EXPERTS:
+    if kind in expert_weights.DEFAULTS:
         hf_config |= expert_weights.expert_config(c, kind)
     if kind in _LATENT:
         hf_config |= deepseek_weights.config_entries(c, kind)
     if kind in _DELTA:
-        hf_config |= qwen35_weights.config_entries(c)
+        hf_config |= qwen35_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
