@@ -77,5 +77,5 @@ LAYOUTS: dict[str, Changes] = {
     ],
 )
 def test_delta_layers_train_as_on_one_device(changes: Changes) -> None:
-    report = check(tiny(**DELTA, **changes), style="silent")
+    report = check(tiny(**(DELTA | changes)), style="silent")
     assert report and report.ok, report and report.numbers()

@@ -1,7 +1,7 @@
 """Mixture of experts in folders of transformers: rows of the weights table, and their part of ``config.json``.
 
-Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe and qwen3_5_moe_text; of deepseek_v2 and deepseek_v3 the rows
-are here, and the configuration is in ``deepseek_weights``. A folder has a tensor for each expert and product, also where
+Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe and qwen3_5_moe_text; of deepseek_v2 and deepseek_v3 rows
+are here, and the configuration is in ``deepseek_weights``. A folder has a tensor for each expert and product, also if
 ``transformers`` 5 stacks them in memory. Imports no JAX.
 """
 
