@@ -254,11 +254,15 @@ def _head_dim(c: DecoderConfig) -> int:
     return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
 
 
-def _delta(c: DecoderConfig, tp: int) -> dict[str, int]:
-    """Delta layers whose widths differ; a key head with several value heads keeps two."""
+def _delta(c: DecoderConfig, tp: int) -> dict[str, Any]:
+    """Delta layers whose widths differ; a key head with several value heads keeps two.
+
+    What a token reads of few numbers is often near 0, and its norm would make much of rounding errors.
+    """
     heads = _heads(c.delta_heads, tp)
     share = min(2, (c.delta_value_heads or c.delta_heads) // c.delta_heads)
-    return {"delta_heads": heads, "delta_value_heads": heads * share, "delta_key_dim": 6, "delta_value_dim": 5}
+    sizes = {"delta_heads": heads, "delta_value_heads": heads * share, "delta_key_dim": 6, "delta_value_dim": 5}
+    return sizes | {"norm_eps": max(c.norm_eps, 1e-3)}
 
 
 def _experts(c: DecoderConfig, layers: int, layout: Layout) -> dict[str, int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import tiny
+from tiny import bindings, tiny
 
+from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
 from mmjax.parity import check
+from mmjax.parity.shrink import shrink
 
 Changes = dict[str, Any]
 DELTA: Changes = {  # as Qwen3.5: three of four layers, here one of two
@@ -65,7 +67,7 @@ LAYOUTS: dict[str, Changes] = {
     "sharded gradients": llm(dp=4, shard="gradients"),
     "optimizer on the host": llm(dp=2) | {"llm/Offload.optimizer": True},
     "experts": llm(tp=2) | {"llm/Decoder.experts": 4, "llm/Decoder.shared_experts": 1, "llm/Decoder.shared_gate": True},
-    "no attention": llm(tp=2, pp=2) | {"llm/Decoder.attention_every": 5},
+    "three of four": llm(tp=2, pp=2) | {"llm/Decoder.attention_every": 4, "llm/Decoder.norm_eps": 1e-3},
 }
 
 
@@ -78,4 +80,20 @@ LAYOUTS: dict[str, Changes] = {
 )
 def test_delta_layers_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**(DELTA | changes)), style="silent")
+    assert report and report.ok, report and report.numbers()
+
+
+@pytest.mark.long
+def test_a_published_model_becomes_small_but_keeps_its_layers() -> None:
+    """Three of four layers, value heads that share a key head, and a rotated part of a head; and it trains as on one
+    device.
+    """
+    lines = [line for line in bindings() if not line.startswith("llm/Decoder")]
+    lines += ["llm/Decoder.preset='qwen3.5-9b'", "llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4"]
+    config = load_config([], lines)
+    small = shrink(config, 2, 261).recipe.model.llm.settings
+    assert (small.layers, small.delta.heads, small.delta.value_heads, small.head_width) == (4, 4, 8, 32)
+    assert [small.has_delta(layer) for layer in range(4)] == [True, True, True, False]
+    assert (small.rotary_width, small.delta_key_dim, small.delta_value_dim) == (8, 6, 5)
+    report = check(config, style="silent")
     assert report and report.ok, report and report.numbers()
