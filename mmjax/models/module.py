@@ -104,15 +104,12 @@ class Module(ABC):
         meaning in all modules.
       Config: the configurable class of its settings.
       mask: the kind of its attention mask.
-      in_order: whether tokens interact with their neighbours outside of attention, as in a convolution. Then context
-        parallelism keeps tokens in order.
     """
 
     config: Any
 
     Config: ClassVar[type[Any]]
     mask: ClassVar[MaskKind] = "full"
-    in_order: ClassVar[bool] = False
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -206,6 +203,13 @@ class Module(ABC):
     def medium(self) -> EncoderSpec | None:
         """The cutting of its medium into patches, for the data side; ``None`` for rows of text."""
         return None
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tokens interact with their neighbours outside of attention, as in a convolution. Then context
+        parallelism keeps tokens in order.
+        """
+        return False
 
     @property
     def sees(self) -> str:

@@ -30,31 +30,36 @@ def repeated(p_D: Array, x_BTD: Array) -> Array:
     return jnp.broadcast_to(p_D.astype(jnp.float32), x_BTD.shape).astype(p_D.dtype)
 
 
-def rms_norm(x_BTD: Array, scale_D: Any, eps: float) -> Array:
+def rms_norm(x_BTD: Array, scale_D: Any, eps: float, *, plus: float = 0.0) -> Array:
     """RMSNorm with the scale ``[D]``, an array or a handle; statistics in fp32. The residuals are the arguments, and
     backward is two passes over memory: sums over features, then the gradients.
+
+    ``plus`` is added to the scale in fp32, and features are rounded behind their product with that sum: 1 for weights
+    that are initially 0.
     """
-    return _rms_norm(eps, x_BTD, scale_D)
+    return _rms_norm(eps, plus, x_BTD, scale_D)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rms_norm(eps: float, x_BTD: Array, scale_D: Any) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rms_norm(eps: float, plus: float, x_BTD: Array, scale_D: Any) -> Array:
     x32 = x_BTD.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if plus:
+        return (y * (plus + repeated(scale_D, x_BTD).astype(jnp.float32))).astype(x_BTD.dtype)
     return y.astype(x_BTD.dtype) * repeated(scale_D, x_BTD)
 
 
-def _rms_norm_forward(eps: float, x_BTD: Array, scale_D: Any) -> tuple[Array, tuple[Array, Any]]:
-    return _rms_norm(eps, x_BTD, scale_D), (x_BTD, scale_D)
+def _rms_norm_forward(eps: float, plus: float, x_BTD: Array, scale_D: Any) -> tuple[Array, tuple[Array, Any]]:
+    return _rms_norm(eps, plus, x_BTD, scale_D), (x_BTD, scale_D)
 
 
-def _rms_norm_backward(eps: float, residuals: tuple[Array, Any], dy_BTD: Array) -> tuple[Array, Any]:
+def _rms_norm_backward(eps: float, plus: float, residuals: tuple[Array, Any], dy_BTD: Array) -> tuple[Array, Any]:
     x_BTD, handle_D = residuals
     # Not shared with the forward that is computed again: statistics with two readers would be a pass of their own.
     x_BTD, dy_BTD = lax.optimization_barrier((x_BTD, dy_BTD))
     scale_D, gradient_of_handle = jax.vjp(opened, handle_D)
     x32, dy32 = x_BTD.astype(jnp.float32), dy_BTD.astype(jnp.float32)
-    scaled_dy = dy32 * scale_D.astype(jnp.float32)
+    scaled_dy = dy32 * (scale_D.astype(jnp.float32) + plus)
     # Both sums are of one pass, since neither reads the other; whoever reads one waits for both.
     sums = tuple(jnp.mean(x32 * factor, axis=-1, keepdims=True) for factor in (x32, scaled_dy))
     squares, shared = lax.optimization_barrier(sums)

@@ -50,16 +50,19 @@ class Declaration:
       kv_heads: the number of heads in its dimension ``KV_HEADS``, if it has one.
       load_rate: how much it moves in a step, if its gradient is the load of each expert along the last dimension (see
         ``pipeline.loads``); ``None`` for all other parameters.
+      in_fp32: whether it is fp32 in computations of every dtype.
     """
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     kv_heads: int = 0
     load_rate: float | None = None
+    in_fp32: bool = False
 
     @classmethod
     def of(cls, name: str, param: nnx.Param[Any]) -> Declaration:
-        """The declaration of a parameter, from the metadata "dims", "kv_heads" and "load_rate"; ``name`` is for errors.
+        """The declaration of a parameter, from the metadata "dims", "kv_heads", "load_rate" and "in_fp32"; ``name`` is
+        for errors.
 
         Raises:
           ConfigError: ``dims`` do not name each dimension, or ``kv_heads`` does not divide its dimension.
@@ -73,7 +76,8 @@ class Declaration:
         if KV_HEADS in dims and (kv_heads < 1 or shape[dims.index(KV_HEADS)] % kv_heads):
             fix = f"has to be the number of key/value heads, as in nnx.Param(value, dims={dims}, kv_heads=2)"
             raise ConfigError(f"{name}{list(shape)}: kv_heads={kv_heads!r} {fix}")
-        return cls(shape, dims, kv_heads, param.get_metadata("load_rate", None))
+        in_fp32 = param.get_metadata("in_fp32", False)
+        return cls(shape, dims, kv_heads, param.get_metadata("load_rate", None), in_fp32)
 
     def dims_under(self, tp: int) -> tuple[str, ...]:
         """``dims`` with "heads" in place of ``KV_HEADS`` unless tp has more ranks than there are such heads."""
@@ -97,6 +101,7 @@ class Leaf:
         on, up to the number of layers + 1 before the first layer.
       kv_heads: the number of heads in the dimension ``KV_HEADS``, if it has one.
       load_rate: see ``Declaration``; such a leaf is small, fp32 in every dtype, and whole on every rank.
+      in_fp32: see ``Declaration``; so are leaves of loads.
     """
 
     module: str
@@ -110,6 +115,7 @@ class Leaf:
     from_end: tuple[int, ...] = (0,)
     kv_heads: int = 0
     load_rate: float | None = None
+    in_fp32: bool = False
 
     @property
     def is_load(self) -> bool:
@@ -237,6 +243,7 @@ class ModuleSlice:
             dims,
             kv_heads=declaration.kv_heads,
             load_rate=declaration.load_rate,
+            in_fp32=declaration.in_fp32 or declaration.load_rate is not None,
         )
 
     def initialise(self, key: jax.Array, *, stack: bool = False) -> Tree:

@@ -17,7 +17,7 @@ class RecordedWork:
     """The work of the functions that were traced.
 
     Attributes:
-      products: FLOPs of products with weights, over all rows and tokens of their inputs.
+      products: FLOPs of products with weights, and others in proportion to tokens, over all rows and tokens.
       per_pair: FLOPs of attention for each pair of query and visible key, by mask.
     """
 
@@ -50,6 +50,14 @@ def record_product(x: Any, weight: Any) -> None:
     """
     if record := _record.get():
         record.products += 2 * x.size * weight.shape[-1]
+
+
+def record_work(flops: int) -> None:
+    """Records FLOPs, over all rows and tokens, that grow in proportion to the tokens. Does nothing outside of
+    ``recording``.
+    """
+    if record := _record.get():
+        record.products += flops
 
 
 def record_attention(q: Any, v: Any, mask: Mask) -> None:

@@ -93,6 +93,11 @@ class ModuleSettings:
         """
 
     @property
+    def needs_order(self) -> bool:
+        """Whether ``Layout.cp_tokens`` has to be "contiguous" with ranks of cp."""
+        return False
+
+    @property
     def grid_setting(self) -> str:
         """The field that counts rows and columns of an image's tokens, such as "rope_sections"; "" where none does."""
         return ""

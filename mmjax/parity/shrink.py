@@ -223,9 +223,11 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         # A projector without a hidden width takes this one, so the encoders' tp must divide it too.
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "width": width}
-        sizes |= _latent(c) if c.kv_rank else {"head_dim": _HEAD}
+        sizes |= _latent(c) if c.kv_rank else {"head_dim": _head_dim(c)}
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
+    if c.delta_heads and "heads" in sizes:
+        sizes |= _delta(c, tp)
     if c.rope_sections and "heads" in sizes:
         pairs, all_pairs = _HEAD // 2, sum(c.rope_sections)
         time, row = (pairs * section // all_pairs for section in c.rope_sections[:2])
@@ -239,8 +241,7 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         fewer = max(1, round(c.full_layers * layers / c.layers))
         sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)
     sizes |= {name: min(getattr(c, name), SMALL["window"]) for name in ("window", "chunk")}
-    if c.full_every > layers > 1:
-        sizes["full_every"] = layers
+    sizes |= {name: layers for name in ("full_every", "attention_every") if getattr(c, name) > layers > 1}
     sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
     return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
 
@@ -249,6 +250,22 @@ def _latent(c: DecoderConfig) -> dict[str, int]:
     """Latent attention whose widths all differ."""
     sizes = {"kv_rank": 12, "nope_head_dim": 6, "rope_head_dim": _HEAD, "v_head_dim": 5}
     return sizes | {"q_rank": 20 if c.q_rank else 0}
+
+
+def _head_dim(c: DecoderConfig) -> int:
+    """The width of a head with about ``_HEAD`` rotated components."""
+    return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
+
+
+def _delta(c: DecoderConfig, tp: int) -> dict[str, Any]:
+    """Delta layers whose widths differ; a key head with several value heads keeps two.
+
+    What a token reads of few numbers is often near 0, and its norm would make much of rounding errors.
+    """
+    heads = _heads(c.delta_heads, tp)
+    share = min(2, (c.delta_value_heads or c.delta_heads) // c.delta_heads)
+    sizes = {"delta_heads": heads, "delta_value_heads": heads * share, "delta_key_dim": 6, "delta_value_dim": 5}
+    return sizes | {"norm_eps": max(c.norm_eps, 1e-3)}
 
 
 def _experts(c: DecoderConfig, layers: int, layout: Layout) -> dict[str, int]:

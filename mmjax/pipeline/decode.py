@@ -2,7 +2,7 @@
 
 A cache is ``{"known": {"segments": [B, S], …}, "layers": {name: ((k, v), …)}}``. Keys and values of a stack of layers
 are ``[L, B, S, G, K]``, with rows sharded over dp and heads over tp (see ``attention.cache``). ``known`` is the
-information of each token that the stage's masks read.
+information of each token that the stage's masks read. A layer with a state has a ``State`` in place of a pair.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax import jax_compat
-from mmjax.attention.cache import Cache, updated
+from mmjax.attention.cache import Cache, State, updated
 from mmjax.attention.tokens import Tokens
 from mmjax.mesh.spmd import Program, Spmd, with_sharding
 from mmjax.mesh.spread import Spread
@@ -104,7 +104,12 @@ class StageDecoding:
         out = self._output(params, inputs, carry, cache)
         contents = {"known": self._token_info(inputs), "layers": cache.new}
         leaves, self._structure = jax.tree.flatten(contents)
-        caches = [updated(self._empty(leaf), leaf, cache.tokens.orders_BT) for leaf in leaves]
+        self._is_state = _states(contents)
+        orders_BT = cache.tokens.orders_BT
+        caches = [
+            leaf if is_state else updated(self._empty(leaf), leaf, orders_BT)
+            for leaf, is_state in zip(leaves, self._is_state, strict=True)
+        ]
         # Specs are read when the body has been traced.
         self._cache_specs[:] = [self._spread.cache(leaf.ndim, jax_compat.varying_axes(leaf)) for leaf in leaves]
         return out, caches
@@ -116,7 +121,10 @@ class StageDecoding:
         cache = Cache(Tokens.of(inputs), tree["known"], tree["layers"])
         out = self._output(params, inputs, carry, cache)
         new = jax.tree.leaves({"known": self._token_info(inputs), "layers": cache.new})
-        return out, [updated(cached, leaf, inputs[ORDER]) for cached, leaf in zip(caches, new, strict=True)]
+        return out, [
+            leaf if is_state else updated(cached, leaf, inputs[ORDER])
+            for cached, leaf, is_state in zip(caches, new, self._is_state, strict=True)
+        ]
 
     def _token_info(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: inputs[name] for name in self.model.remembers}
@@ -138,3 +146,9 @@ class StageDecoding:
         x_B1D = jnp.take_along_axis(x, choice.last[:, None, None], axis=1)
         logits_B1V = self.model.logits(params, inputs, x_B1D, axes)
         return Output(None, next_token(logits_B1V[:, 0], choice, axes))
+
+
+def _states(contents: Tree) -> list[bool]:
+    """Whether each array of a cache is part of a ``State``, in the order of ``jax.tree.leaves``."""
+    nodes = jax.tree.leaves(contents, is_leaf=lambda node: isinstance(node, State))
+    return [isinstance(node, State) for node in nodes for _ in jax.tree.leaves(node)]

@@ -130,7 +130,7 @@ class StateShapes:
     def opens(self) -> dict[str, Open]:
         """The functions that widen parameters of a narrower dtype to the compute dtype, by name such as "llm/embed"."""
         narrow = {m: leaves for m, leaves in self.leaves.items() if self.param_dtypes[m] != jnp.dtype(self.dtype)}
-        names = [name for name, leaf in by_name(narrow).items() if not leaf.is_load]
+        names = [name for name, leaf in by_name(narrow).items() if not leaf.in_fp32]
         return dict.fromkeys(names, Widened(jnp.dtype(self.dtype)))
 
     @cached_property
@@ -185,11 +185,11 @@ class StateShapes:
 
     def master_dtype(self, leaf: Leaf) -> Any:
         """The dtype of the leaf's master."""
-        return jnp.dtype(jnp.float32) if leaf.is_load else self.master_dtypes[leaf.module]
+        return jnp.dtype(jnp.float32) if leaf.in_fp32 else self.master_dtypes[leaf.module]
 
     def param_dtype(self, leaf: Leaf) -> Any:
         """The dtype of the leaf's compute parameter."""
-        return jnp.dtype(jnp.float32) if leaf.is_load else self.param_dtypes[leaf.module]
+        return jnp.dtype(jnp.float32) if leaf.in_fp32 else self.param_dtypes[leaf.module]
 
     def shared_specs(self, shared: Mapping[str, ZeroLeaf]) -> dict[str, PartitionSpec]:
         """``PartitionSpec`` of ``lent`` or ``borrowed`` masters, or of their reduced gradients, by name."""

@@ -14,13 +14,13 @@ from mmjax.configurable import ConfigError, setting_name
 from mmjax.data.config import PackingConfig
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.source import RememberedMeta, Source
-from mmjax.mesh.layout import cell_count
+from mmjax.mesh.layout import Layout, cell_count
 from mmjax.plan.work import padded_rows
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.choose import PlanChoice
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.finalists import RowShapes, RowsOf
-from mmjax.recipe import Recipe, validate
+from mmjax.recipe import ModuleSpec, Recipe, validate
 from mmjax.recipe.device_defaults import with_remat
 from mmjax.schedule.timeline import draw_timeline
 
@@ -49,7 +49,7 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
         recipe,
         train=replace(train, lowering="auto"),
         model=recipe.model.map(
-            lambda node: replace(node.at(candidate.layouts[node.name]), offload=candidate.offload(node.name))
+            lambda node: replace(node.at(_layout(node, candidate)), offload=candidate.offload(node.name))
         ),
         world=replace(recipe.world, devices=candidate.world if recipe.world.devices else 0),
     )
@@ -66,6 +66,12 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
     changed = replace(changed, model=changed.model.with_packing(scaled))
     validate(changed)
     return changed
+
+
+def _layout(node: ModuleSpec, candidate: Candidate) -> Layout:
+    """The candidate's layout of a module, with tokens in an order that the module allows."""
+    layout = candidate.layouts[node.name]
+    return replace(layout, cp_tokens="contiguous") if node.settings.needs_order and layout.cp > 1 else layout
 
 
 def with_remats(recipe: Recipe, remats: Mapping[str, str]) -> Recipe:

@@ -31,6 +31,7 @@ from mmjax.reference.arithmetic import (
     turn_2d,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
+from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.latent import latent_heads, latent_magnitude
 from mmjax.reference.positions import cut_patches, patch_positions, token_positions
@@ -104,9 +105,29 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
 def _decoder_layer(
     leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
 ) -> tuple[jax.Array, RouterSums]:
-    prefix, length = f"llm/layers/{layer:03d}", x_ND.shape[0]
+    prefix = f"llm/layers/{layer:03d}"
+    normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
+    if decoder.has_delta(layer):
+        mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
+        x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/delta/o"])
+    else:
+        x_ND = x_ND + _attention(leaves, layer, decoder, normed, tables, masks)
+    normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
+    if has_experts(decoder, layer):
+        y_ND, sums = mixture(leaves, prefix, decoder, normed)
+        return x_ND + y_ND, sums
+    return x_ND + gated_mlp(leaves, f"{prefix}/mlp", normed), RouterSums()
+
+
+def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    return rms_norm(leaves[name] + (1.0 if decoder.norm_plus_one else 0.0), x_ND, decoder.norm_eps)
+
+
+def _attention(
+    leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables, masks: Masks | None
+) -> jax.Array:
+    prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
     _, magnitude = _rotary(decoder)
-    normed = rms_norm(leaves[f"{prefix}/attn_norm"], x_ND, decoder.norm_eps)
 
     def optional(name: str, *, exists: bool) -> jax.Array | float:
         return leaves[f"{prefix}/{name}"] if exists else 0.0
@@ -115,27 +136,29 @@ def _decoder_layer(
         projected = matmul(normed, leaves[f"{prefix}/attn/{name}"])
         return (projected + optional(f"attn/{name}_bias", exists=decoder.qkv_bias)).reshape(length, count, -1)
 
-    def rotated(name: str, count: int) -> jax.Array:
-        x_NHK = heads(name, count)
+    def rotated(name: str, x_NHK: jax.Array) -> jax.Array:
         if decoder.qk_norm:
-            x_NHK = rms_norm(leaves[f"{prefix}/attn/{name}_norm"], x_NHK, decoder.norm_eps)
-        return magnitude * rotate_to(x_NHK, tables)
+            x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, x_NHK)
+        width = decoder.rotary_width
+        turned = magnitude * rotate_to(x_NHK[..., :width], tables)
+        return jnp.concatenate([turned, x_NHK[..., width:]], axis=-1)
 
+    gate = None
     if decoder.kv_rank:
         q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
     else:
-        q, k, v = rotated("q", decoder.heads), rotated("k", decoder.kv_heads), heads("v", decoder.kv_heads)
+        q, k, v = heads("q", decoder.heads), heads("k", decoder.kv_heads), heads("v", decoder.kv_heads)
+        if decoder.attention_gate:
+            q, gate = q[..., : decoder.head_width], q[..., decoder.head_width :].reshape(length, -1)
+        q, k = rotated("q", q), rotated("k", k)
     is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
     if masks is None:
         mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)
     else:
         mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)])
-    x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
-    normed = rms_norm(leaves[f"{prefix}/mlp_norm"], x_ND, decoder.norm_eps)
-    if has_experts(decoder, layer):
-        y_ND, sums = mixture(leaves, prefix, decoder, normed)
-        return x_ND + y_ND, sums
-    return x_ND + gated_mlp(leaves, f"{prefix}/mlp", normed), RouterSums()
+    if gate is not None:
+        mixed = mixed / (1 + jnp.exp(-gate))
+    return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
 
 
 Masks = tuple[jax.Array, jax.Array]
@@ -172,7 +195,7 @@ def _hidden(
             x_ND = x_ND.at[positions_M].add(features_MD)
         x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
         sums += layer_sums
-    return calls("after", rms_norm(leaves["llm/norm"], x_ND, decoder.norm_eps)), sums
+    return calls("after", _normed(leaves, "llm/norm", decoder, x_ND)), sums
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:

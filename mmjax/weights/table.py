@@ -125,7 +125,7 @@ class Row:
     keys: tuple[str, ...]
     view: View = SAME
     copies: tuple[str, ...] = ()
-    layers: range | None = None
+    layers: Sequence[int] | None = None
     other_views: tuple[View, ...] = ()
 
 

@@ -31,6 +31,7 @@ FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
 EXPERTS: Bindings = ("llm/Decoder.experts=4",)
 LATENT: Bindings = ("llm/Decoder.kv_rank=8", "llm/Decoder.nope_head_dim=8", "llm/Decoder.kv_heads=4")
+DELTA: Bindings = ("llm/Decoder.delta_heads=4",)
 SCALED: Bindings = ("llm/Decoder.rope_head_dim=8", "llm/Decoder.rope_scaling='yarn'", "llm/Decoder.rope_context=64")
 EXCHANGED: Bindings = (*EXPERTS, "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=8")
 ONE: Bindings = ("llm/Layout.pp=1", "llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
@@ -95,6 +96,13 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         }.items()
     },
     **{f"llm/Decoder.{name}": ("8", (), (*LATENT, "llm/Decoder.rope_head_dim=8")) for name in ("q_rank", "v_head_dim")},
+    **{
+        f"llm/Decoder.{name}": (value, (), DELTA)
+        for name, value in {
+            **{"delta_value_heads": "8", "delta_key_dim": "8", "delta_value_dim": "8", "delta_taps": "3"},
+            "attention_every": "2",
+        }.items()
+    },
     "llm/Decoder.nope_head_dim": ("8", (), (LATENT[0], LATENT[2], "llm/Decoder.rope_head_dim=8")),
     "llm/Decoder.rope_head_dim": ("8", (), LATENT),
     "llm/Decoder.rope_mscale": ("0.7", (*LATENT, SCALED[0]), (*LATENT, *SCALED)),
@@ -175,7 +183,8 @@ READ = {
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "mask chunk rope_theta rope_scaling rope_sections norm_eps tied z_loss attention remat",
+    "norm_plus_one attention_gate delta_heads mask chunk rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
     "Projector": "kind norm inject newline",

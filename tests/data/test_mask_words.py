@@ -111,7 +111,7 @@ def test_packed_rows_see_what_each_sample_sees_alone(own: list[Sample], line: st
         for far, reads in enumerate(masks_of(model, sample) or (near, causal)):
             span = slice(start, start + len(at))
             dense[bool(far)][row, span, span] = reads
-    for (_, mask), (_, is_near, _) in zip(llm.masks, config.runs, strict=True):
+    for (_, mask), (_, is_near, *_) in zip(llm.masks, config.runs, strict=True):
         for row in range(3):
             pairs = pairs_of(mask, {name: values[row] for name, values in rows.items()})
             want = dense[not is_near][row]

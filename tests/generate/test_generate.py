@@ -27,7 +27,17 @@ TEXTS: Sequence[Sequence[str | int]] = (
     ("Is ", 1, "as red as ", 2, "?"),
 )
 """The prompts of ``oracles/make_generated.py``; numbers are images."""
-LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3")
+LLMS = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "qwen3_5_text",
+)
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
 
@@ -138,7 +148,9 @@ SPREAD = {
     "cp": ("--gin.llm/Layout.cp=2", "--gin.llm/Layout.tp=2", "--gin.llm/Layout.sp=False"),
     "sharded": ("--gin.llm/Layout.dp=2", "--gin.llm/Layout.shard='parameters'"),
 }
-ALONE = [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:])]
+IN_ORDER = {"cp": ("--gin.llm/Layout.cp_tokens='contiguous'",), "tp and pp": ("--gin.Train.unroll=True",)}
+"""What a layout needs, or has besides, where delta layers go from token to token."""
+ALONE = [LLMS[0], *(pytest.param(name, marks=pytest.mark.long) for name in LLMS[1:-1]), LLMS[-1]]
 
 
 @pytest.mark.long
@@ -150,11 +162,22 @@ def test_latent_attention_says_the_same_under_layouts(
     require_words("deepseek_v3", tmp_path, capsys, *SPREAD[layout])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SPREAD)
+def test_delta_layers_say_the_same_under_layouts(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the state of each rank's heads in the cache, and the last tokens of convolutions."""
+    require_words("qwen3_5_text", tmp_path, capsys, *SPREAD[layout], *IN_ORDER.get(layout, ()))
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_a_language_model_alone_says_what_it_says_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With windows that the text outgrows, norms of queries and keys, a tied head, experts, and latent attention."""
+    """With windows that the text outgrows, norms of queries and keys, a tied head, experts, latent attention, and
+    states of delta layers.
+    """
     require_words(name, tmp_path, capsys)
 
 

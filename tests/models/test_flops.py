@@ -270,6 +270,20 @@ def test_dense_latent_attention_does_the_counted_products(q_rank: int) -> None:
     assert product_flops(traced.jaxpr.jaxpr) == counted + pair * (length**2 - length * (length + 1) // 2)
 
 
+def test_delta_layers_count_by_token() -> None:
+    """Products, taps of convolutions, and a read, a read and a write of each head's state; pairs of attention alone."""
+    delta = dict(delta_heads=2, delta_value_heads=4, delta_key_dim=6, delta_value_dim=10, delta_taps=3)
+    c = dataclasses.replace(DECODER, layers=3, attention_every=3, attention_gate=True, rope_share=0.5, **delta)
+    keys, values = 2 * 6, 4 * 10
+    layer = 128 * (2 * keys + 3 * values + 2 * 4) + 3 * (2 * keys + values) + 3 * 6 * values
+    attention = 128 * c.head_width * (3 * c.heads + 2 * c.kv_heads)
+    token = 2 * (2 * layer + attention + 3 * 3 * 128 * 384 + 128 * 500)
+    pair = 4 * c.heads * c.head_width
+    for lengths in ([40], [7, 13]):
+        pairs = sum(length * (length + 1) // 2 for length in lengths)
+        assert module_of(c).forward_flops(lengths) == token * sum(lengths) + pair * pairs
+
+
 def test_dense_gated_tower_with_windows_does_the_counted_products() -> None:
     about = dict(norm="rms", gated=True, frames=2, window=4, full_at=(1,), positions="axial", activation="silu")
     vit = dataclasses.replace(VIT, **about)

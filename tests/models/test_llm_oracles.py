@@ -37,6 +37,8 @@ FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir() if path.is_d
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", *LATENT)
 LENGTH = 64
+BOUNDS = {"qwen3_5_text": 1e-4, "qwen3_5_moe_text": 1e-4}
+"""Of differences, where it is not 1e-5: of Qwen3.5 numbers in fp32 are nearly as far from those of fp64."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -123,7 +125,7 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got[..., : want.shape[-1]] - want).max() / np.abs(want).max())
 
 
-CASES = [(family, 1) for family in FAMILIES] + [("qwen2", 2), ("deepseek_v3", 2)]
+CASES = [(family, 1) for family in FAMILIES] + [("qwen2", 2), ("deepseek_v3", 2), ("qwen3_5_text", 2)]
 CASES += [pytest.param(family, 2, marks=pytest.mark.long) for family in ("qwen3", "deepseek_v2_lite")]
 
 
@@ -134,7 +136,7 @@ def test_values_are_those_of_transformers(family: str, tp: int) -> None:
         for one, want in zip(got[name], oracle(family).sequences(name), strict=True):
             axis = one if name != "logprobs" else one[:, None]
             wanted = want if name != "logprobs" else want[:, None]
-            assert apart(axis, wanted) < 1e-5, (name, len(want))
+            assert apart(axis, wanted) < BOUNDS.get(family, 1e-5), (name, len(want))
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
@@ -142,7 +144,7 @@ def test_the_dense_reference_is_transformers_too(family: str) -> None:
     of = oracle(family)
     leaves = {f"llm/{name}": jnp.asarray(value) for name, value in of.leaves.items()}
     got = reference_decoder.decode(leaves, of.c, jnp.asarray(of.sequences("tokens")[-1]), ())
-    assert apart(np.asarray(got), of.sequences("logits")[-1]) < 1e-5
+    assert apart(np.asarray(got), of.sequences("logits")[-1]) < BOUNDS.get(family, 1e-5)
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)
@@ -185,6 +187,38 @@ def test_gradients_and_router_losses_are_those_of_transformers(family: str) -> N
             want = row.view.read(theirs.pop(key), leaf.shape, (slice(None),) * leaf.ndim)
             assert apart(leaf, want) < 5e-5, key
     assert not theirs
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=pytest.mark.long)])
+def test_gradients_of_packed_delta_layers_are_those_of_transformers(family: str) -> None:
+    """Of the cross-entropies of three sequences in one row, which transformers runs each alone."""
+    of, golden = oracle(family), np.load(ORACLES / "llm" / "experts.npz")
+    module, (params, own), (given, starts) = Llama(of.c), parameters(of), packed(of)
+    weights = (given["segments"] > 0).astype(np.float32)
+    weights[0, np.array(starts[1:]) - 1] = 0
+
+    def body(p: Any, given: Any) -> jax.Array:
+        surroundings = context(module, **given)
+        x, *_ = run_layers(module, p, surroundings, module.embed(p, surroundings))
+        logits = layers.logits(p, of.c, AXES, module.end(p, surroundings, x))
+        return jnp.sum(weights * cross_entropy(logits, given["targets"], AXES))
+
+    gradients = jax.jit(jax.grad(lambda params: on_tp(1, body, params, given, out=P())))(params)
+    mine = {key: np.asarray(leaf) for key, leaf in split_logical(own, jax.tree.leaves(gradients)).items()}
+    theirs = {key.removeprefix(f"{family}/gradients/"): golden[key] for key in golden if key.startswith(f"{family}/g")}
+    experts = "model.layers.0.mlp.experts"
+    if f"{experts}.down_proj" in theirs:  # stacked there in memory
+        gate, up = np.split(theirs.pop(f"{experts}.gate_up_proj"), 2, axis=1)
+        down = theirs.pop(f"{experts}.down_proj")
+        theirs |= {f"{experts}.*.{name}_proj.weight": x for name, x in (("gate", gate), ("up", up), ("down", down))}
+    compared = set[str]()
+    for entry in expand(rows(of.c), of.c.layers):
+        if (key := entry.keys[0]) in theirs:
+            leaf = mine[f"llm/{entry.leaf}"]
+            want = entry.view.read(theirs[key], leaf.shape, (slice(None),) * leaf.ndim)
+            assert apart(leaf, want) < 1e-4, entry.leaf
+            compared.add(key)
+    assert compared == theirs.keys() and len(compared) >= 18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,9 +272,9 @@ def test_live_values_and_folders_of_ours(family: str, tmp_path: Path, monkeypatc
     got = computed(of)
     for name in ("hidden", "logits"):
         for one, want in zip(got[name], of.sequences(name), strict=True):
-            assert apart(one, want) < 1e-5, (name, len(want))
+            assert apart(one, want) < BOUNDS.get(family, 1e-5), (name, len(want))
     (tmp_path / family / "config.json").write_text(json.dumps(to_hf_config(of.c, dtype="bfloat16")))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(of.sequences("tokens")[-1])[None].long()).logits[0].numpy()
-    assert apart(got["logits"][-1], logits) < 1e-5
+    assert apart(got["logits"][-1], logits) < BOUNDS.get(family, 1e-5)

@@ -16,6 +16,15 @@ from mmjax.models.llama.weights import settings, to_hf_config
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN40 = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+QWEN35: dict[str, Any] = dict(
+    **dict(vocab_size=248320, hidden_act="silu", rms_norm_eps=1e-06, tie_word_embeddings=False, attention_bias=False),
+    **dict(linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4),
+    **dict(full_attention_interval=4, attn_output_gate=True, mamba_ssm_dtype="float32", mtp_num_hidden_layers=1),
+    rope_parameters={
+        **{"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    },
+)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "vicuna-7b": {
         **dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000),
@@ -89,6 +98,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(norm_topk_prob=True, routed_scaling_factor=2.5, scoring_func="sigmoid", num_nextn_predict_layers=1),
         **dict(attention_bias=False, tie_word_embeddings=False, ep_size=1, max_position_embeddings=163840),
     },
+    "qwen3.5-9b": {
+        **dict(model_type="qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=32),
+        **dict(num_attention_heads=16, num_key_value_heads=4, head_dim=256, linear_num_value_heads=32, **QWEN35),
+    },
+    "qwen3.5-27b": {
+        **dict(model_type="qwen3_5_text", hidden_size=5120, intermediate_size=17408, num_hidden_layers=64),
+        **dict(num_attention_heads=24, num_key_value_heads=4, head_dim=256, linear_num_value_heads=48, **QWEN35),
+        **dict(layer_types=[*["linear_attention"] * 3, "full_attention"] * 16),
+    },
+    "qwen3.5-35b-a3b": {
+        **dict(model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40, num_attention_heads=16),
+        **dict(num_key_value_heads=2, head_dim=256, linear_num_value_heads=32, **QWEN35),
+        **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, router_aux_loss_coef=0.001),
+        **dict(shared_expert_intermediate_size=512),
+    },
 }
 """Of the folders on the Hub, what shapes the model."""
 TINY: dict[str, Any] = {
@@ -120,6 +144,7 @@ def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
     sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
+    sizes |= {"qwen3.5-9b": 8_953_803_264, "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688}
     sizes |= {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200}
     assert {name: module_of(from_preset(DecoderConfig, name)).parameters() for name in sizes} == sizes
 
@@ -227,6 +252,10 @@ def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers=[2]: mmjax has layers without experts"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True: mmjax has no window in"),
         (
+            {"model_type": "qwen3_5_text", "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+            "layer_types=['full_attention', 'linear_attention', 'linear_attention']: mmjax has one layer of",
+        ),
+        (
             {"model_type": "qwen2_moe", "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
             "shared_expert_intermediate_size=12: mmjax has multiples of moe_intermediate_size, 8",
         ),
@@ -266,7 +295,12 @@ LATENT = {
         **{"router": "sigmoid", "router_bias": True, "router_scale": 2.5},
     },
 }
-KINDS |= LATENT
+DELTA = {
+    **{"qk_norm": True, "norm_plus_one": True, "attention_gate": True, "rope_share": 0.7, "delta_heads": 2},
+    **{"delta_value_heads": 6, "delta_key_dim": 5, "delta_value_dim": 7, "delta_taps": 3, "attention_every": 2},
+}
+KINDS |= LATENT | {"qwen3_5_text": DELTA}
+KINDS["qwen3_5_moe_text"] = {**DELTA, "experts": 5, "expert_mlp": 8, "shared_experts": 3, "shared_gate": True}
 ROPES = (
     {},
     {"rope_scaling": "linear", "rope_factor": 3.0},
@@ -312,6 +346,8 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({}, "deepseek_v2", "Decoder.kv_rank=0: no model of type 'deepseek_v2' has it"),
         ({**LATENT["deepseek_v2"], "router_bias": True}, "deepseek_v2", "Decoder.router_bias=True: no model of type"),
         ({**LATENT["deepseek_v3"], "window": 9}, "", "Decoder.window=9: no model of type 'llama' or 'mistral' or"),
+        ({**DELTA, "attention_gate": False}, "", "Decoder.attention_gate=False: no model of type 'llama' or"),
+        (DELTA, "qwen3", "Decoder.delta_heads=2: no model of type 'qwen3' has it"),
         ({"chunk": 9}, "", "Decoder.window=0: no model of type 'llama' or 'mistral' or"),
         ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
     ],
@@ -344,6 +380,13 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
         ({"experts": 4, "dense_layers": 4}, "Decoder.dense_layers=4: layers of experts follow"),
         ({"experts": 4, "shared_gate": True}, "Decoder.shared_gate=True: is of shared experts"),
         ({"experts": 4, "router": "sigmod"}, "Decoder.router='sigmod': did you mean 'sigmoid'?"),
+        (
+            {"delta_heads": 2, "delta_value_heads": 3},
+            "Decoder.delta_heads=2: must divide Decoder.delta_value_heads (3)",
+        ),
+        ({"delta_heads": 2, "delta_taps": 1}, "Decoder.delta_taps=1: a convolution reads tokens before"),
+        ({"delta_heads": 2, "mask": "gemma3"}, "Decoder.mask='gemma3': delta layers see earlier tokens of a sample"),
+        ({"rope_share": 0.2}, "Decoder.rope_share=0.2: must be above 0, at most 1, and rotate an even number of"),
         ({"kv_rank": 8}, "Decoder.nope_head_dim=0: must be above 0, such as 64"),
         ({"kv_rank": 8, "nope_head_dim": 4, "rope_head_dim": 4}, "Decoder.kv_heads=2: with Decoder.kv_rank each head"),
         ({**LATENT_SIZES, "head_dim": 8}, "Decoder.head_dim=8: latent attention has Decoder.nope_head_dim and"),

@@ -46,7 +46,7 @@ CONFIG = DecoderConfig(layers=4, width=8, heads=2, kv_heads=1, mlp=12, vocab=7)
 def piece(layers: range, *, first: bool = True, last: bool = True, multiple: int = 1) -> ModuleSlice:
     return ModuleSlice(
         "llm",
-        (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), layers),),
+        (LayerRun(lambda rngs: DecoderLayer(CONFIG, "attn", rngs), layers),),
         parts(CONFIG, first=first, last=last),
         multiple,
     )
@@ -84,7 +84,7 @@ def test_dimensions_of_layers_and_parts() -> None:
     products |= {"mlp/gate": by_columns, "mlp/up": by_columns, "mlp/down": by_rows}
     biases = {f"{name}_bias": 0 for name in products if name not in ("attn/o", "mlp/down")}
     for create, split in (
-        (partial(DecoderLayer, with_biases), products | biases),
+        (partial(DecoderLayer, with_biases, "attn"), products | biases),
         (partial(ViTLayer, vit), products | biases),
         (partial(ViTStem, replace(vit, positions="learned2d")), {}),
         (partial(Projector, 8, 16, 4), {"up": 1, "up_bias": 0, "down": 0}),
@@ -197,7 +197,9 @@ def test_layers_that_are_not_stacked_have_the_same_names_and_numbers() -> None:
 
 def test_modules_start_from_different_numbers() -> None:
     one, other = (
-        ModuleSlice(name, (LayerRun(lambda rngs: DecoderLayer(CONFIG, rngs), range(1)),)).initialise(jax.random.key(0))
+        ModuleSlice(name, (LayerRun(lambda rngs: DecoderLayer(CONFIG, "attn", rngs), range(1)),)).initialise(
+            jax.random.key(0)
+        )
         for name in ("llm", "other")
     )
     assert (one["layers"]["attn"]["q"] != other["layers"]["attn"]["q"]).mean() > 0.9

@@ -1,10 +1,11 @@
-"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts.
+"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts, and gradients of Qwen3.5.
 
     python tests/oracles/make_experts.py [FAMILY ...]    # needs torch and transformers, and the folders of make_llm.py
 
 The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
 ``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
-Of DeepSeek's models, whose choice of experts that function does not know, it is the cross-entropies alone.
+Of DeepSeek's models, whose choice of experts that function does not know, and of Qwen3.5, it is the cross-entropies
+alone.
 """
 
 # pyright: reportMissingImports=false
@@ -21,7 +22,21 @@ import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 HERE = Path(__file__).parent / "llm"
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
+FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+LAYERS = {
+    "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
+    "qwen3_5_moe_text": ("layers.0.",),
+}
+"""Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5
 
 
@@ -36,7 +51,7 @@ def main() -> None:
         balance, total = torch.zeros(()), torch.zeros(())
         for tokens in sequences:
             ids = torch.from_numpy(tokens)[None].long()
-            has_loss = not family.startswith("deepseek")
+            has_loss = not family.startswith(("deepseek", "qwen3_5"))
             out = model(input_ids=ids, output_router_logits=has_loss)
             chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
             total = total - chosen.sum()
@@ -48,7 +63,7 @@ def main() -> None:
         (total + COEFFICIENT * balance).backward()
         found[f"{family}/balance_loss"] = balance.detach().numpy()
         for key, weight in model.named_parameters():
-            if "layers.1." in key:
+            if any(part in key for part in LAYERS.get(family, ("layers.1.",))):
                 found[f"{family}/gradients/{key}"] = weight.grad.numpy()
         print(family, float(balance.detach()))
     versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})

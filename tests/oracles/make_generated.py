@@ -26,7 +26,17 @@ PROMPTS = (
     "USER: Tell me of the sea and of the ships that are on it, please. ASSISTANT: ",
     "USER: Is <image>as red as <image>? ASSISTANT: ",
 )
-LLMS = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "deepseek_v3")
+LLMS = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "qwen3_5_text",
+)
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""
 SAID, LLM_LIMIT = "What do you see: the sea. ", 32

@@ -5,7 +5,8 @@
 Under ``tests/oracles/llm/<family>``: ``config.json`` and ``model.safetensors`` as ``save_pretrained`` writes them, in
 bf16, and ``values.npz`` of the same weights in fp32: for several sequences, each run alone, the hidden states behind
 the last norm, the logits, and the log-probability of each next token; and the versions that made them. No bias is 0 and
-no scale is 1. Sequences are longer than windows and than the context before it was scaled.
+no scale is 1 (of Qwen3.5, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and than the
+context before it was scaled.
 """
 
 # pyright: reportMissingImports=false
@@ -27,6 +28,8 @@ from transformers import (
     MixtralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -108,20 +111,37 @@ FAMILIES: dict[str, Any] = {
         **_rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0),
         **dict(norm_topk_prob=True, routed_scaling_factor=2.5, num_mtp_layers=0),
     ),
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **{**SIZES, "head_dim": 16, "num_hidden_layers": 5},
+        **_rope("default", rope_theta=10000.0, partial_rotary_factor=0.25, mrope_section=[1, 1, 0]),
+        **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=5),
+        **dict(layer_types=["linear_attention", "linear_attention", "full_attention"] + ["linear_attention"] * 2),
+    ),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
+        **{name: size for name, size in SIZES.items() if name not in ("intermediate_size", "head_dim")},
+        **_rope("default", rope_theta=10000.0, partial_rotary_factor=0.5),
+        **dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=6),
+        **dict(head_dim=8, full_attention_interval=2, num_experts=6, num_experts_per_tok=2),
+        **dict(moe_intermediate_size=12, shared_expert_intermediate_size=12),
+    ),
 }
 
 
 def random_model(config: Any, seed: int) -> Any:
     """A model with random weights that bf16 holds, in fp32."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator, is_qwen35 = torch.Generator().manual_seed(seed), "qwen3_5" in config.model_type
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
-                drawn = drawn * (1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+                scale = 1.0 if is_qwen35 else 1.5  # its fp32 gradients would be 1e-4 from those of fp64
+                drawn = drawn * (1.0 if "embed" in name else scale * weight.shape[-1] ** -0.5)
             else:
-                drawn = 0.3 * drawn + (0.0 if name.endswith("bias") else 1.0)
+                # The rates of delta layers differ, and some are small, so that states last.
+                around_1 = not name.endswith("bias") and ("linear_attn" in name or not is_qwen35)
+                # The rates of delta layers differ, and some are small, so that states last.
+                drawn = 2 * drawn - 2 if name.endswith("A_log") else 0.3 * drawn + (1.0 if around_1 else 0.0)
             weight.copy_(drawn.bfloat16())
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

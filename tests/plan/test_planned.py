@@ -64,6 +64,21 @@ def test_what_is_packed_alike_is_packed_once(tmp_path: Path, monkeypatch: pytest
         assert rows_of(one) == want and len(made) == number
 
 
+def test_a_plan_keeps_tokens_in_order_where_a_module_needs_it(tmp_path: Path) -> None:
+    """Delta layers refuse another order over cp; and the order of other modules is the plan's."""
+    config = load_config((str(write_tiny(tmp_path)),), ("llm/Decoder.delta_heads=2",))
+    one = candidate(Layout(cp=2), Layout(cp=2, rank_offset=2))
+    layouts = planned(config, one).model.layouts
+    assert (layouts["llm"].cp_tokens, layouts["vision"].cp_tokens) == ("contiguous", "lpt")
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            (str(write_tiny(tmp_path)),),
+            ("llm/Decoder.delta_heads=2", "llm/Layout.cp=2", "llm/Layout.tp=1", "vision/Layout.rank_offset=2"),
+        )
+    message = "llm/Layout.cp_tokens='lpt': delta layers (llm/Decoder.delta_heads) go from token to token; set it to"
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
 def test_the_order_of_samples_follows_from_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, source, made = packed(tmp_path, monkeypatch, "vision/Packing.buckets=2", "Data.reorder='disttrain'")
     rows_of = rows_by_candidate(config, source)

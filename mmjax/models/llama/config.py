@@ -12,7 +12,9 @@ from mmjax.attention.language import Rules
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require, setting_name
 from mmjax.data.patches import FIRST_CODE
+from mmjax.mesh.layout import Layout
 from mmjax.models.choices import REMATS
+from mmjax.models.delta.config import DELTA_SETTINGS, DeltaSizes
 from mmjax.models.llama.presets import PRESETS
 from mmjax.models.settings import ModuleSettings
 
@@ -29,7 +31,7 @@ EXPERT_SETTINGS = (
 _NOT_NEGATIVE = (
     *("experts", "expert_mlp", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
     *("router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale"),
-    "rope_mscale_all",
+    *("rope_mscale_all", "delta_heads", "delta_value_heads"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -54,6 +56,17 @@ class DecoderConfig(ModuleSettings):
       v_head_dim: width of a head's values; 0 means ``nope_head_dim``.
       qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
+      norm_plus_one: whether norms multiply by 1 + their weight, which is initially 0; the gated norm of delta layers
+        does not (Qwen3.5, Gemma).
+      attention_gate: whether attention's output is multiplied by the sigmoid of a gate, a second product of the
+        features as wide as queries, whose columns stand behind each head's query (Qwen3.5).
+      delta_heads: with a number above 0 all layers but each ``attention_every``th are gated delta networks (Yang et
+        al., "Gated Delta Networks", 2025): a head keeps a matrix of fixed size in place of keys and values. It is the
+        number of heads of queries and keys; 0 is none.
+      delta_value_heads: heads of values, of which a key head has one or several; 0 means ``delta_heads``.
+      delta_key_dim, delta_value_dim: width of one head's queries and keys in delta layers, and of its values.
+      delta_taps: tokens that the convolution of a delta layer's queries, keys and values reads, itself included.
+      attention_every: the last of each run of so many layers has attention, the others the delta rule; 1 is all.
       mask: the attention mask: "causal", another preset such as "gemma3" and "paligemma", or rules such as "text sees
         all before; vision sees vision in item" (see docs/guide/masks.md).
       window: sliding window of earlier tokens, the token itself included; 0 means no limit (Mistral).
@@ -63,6 +76,7 @@ class DecoderConfig(ModuleSettings):
       full_every: the last of each run of so many layers has no window and no chunks, such as 6 for five local layers
         and a global one (Gemma 3).
       rope_theta: base of the rotary frequencies.
+      rope_share: share of a head's components that are rotated, the first ones (Qwen3.5: 0.25).
       rope_scaling: change of frequencies for longer contexts: ``none``, ``linear`` (all are divided), ``llama3`` (Llama
         3.1) or ``yarn`` (Peng et al., "YaRN"), which divide low frequencies and keep high ones.
       rope_factor: divisor of the frequencies.
@@ -116,7 +130,7 @@ class DecoderConfig(ModuleSettings):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
-    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width")
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width", "delta_heads")
     divided_by_expert_tp: ClassVar[tuple[str, ...]] = ("expert_mlp",)
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
 
@@ -137,12 +151,21 @@ class DecoderConfig(ModuleSettings):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_plus_one: bool = False
+    attention_gate: bool = False
+    delta_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 128
+    delta_value_dim: int = 128
+    delta_taps: int = 4
+    attention_every: int = 4
     mask: str = field(default="causal", metadata={"example": "text sees all before; vision sees vision in item"})
     window: int = 0
     chunk: int = 0
     full_layers: int = 0
     full_every: int = 0
     rope_theta: float = 10000.0
+    rope_share: float = 1.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
     rope_context: int = 0
@@ -174,7 +197,7 @@ class DecoderConfig(ModuleSettings):
     remat: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps"):
+        for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps", "attention_every"):
             positive(f"Decoder.{name}", getattr(self, name))
         for name in (
             "vocab",
@@ -193,6 +216,9 @@ class DecoderConfig(ModuleSettings):
             self._check_latent()
         elif not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
+        fix = f"must be above 0, at most 1, and rotate an even number of a head's {self.head_width} components"
+        is_part = 0 < self.rope_share < 1 and self.rotary_width > 0 and self.rotary_width % 2 == 0
+        require(is_part or self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
         even, name = "must be even, such as 16", "rope_head_dim" if self.kv_rank else "head_dim"
         require(self.rotary_width % 2 == 0, f"Decoder.{name}", self.rotary_width, even)
         kind = Rules.parse(self.mask, "Decoder.mask").kind
@@ -202,6 +228,15 @@ class DecoderConfig(ModuleSettings):
         self._check_rope()
         if self.experts:
             self._check_experts()
+        if self.delta_heads:
+            self._check_delta()
+
+    def check(self, name: str, layout: Layout) -> None:
+        """See `ModuleSettings`; the delta rule goes over a row's tokens in their order."""
+        super().check(name, layout)
+        fix = f"delta layers ({setting_name(name, self, 'delta_heads')}) go from token to token; set it to 'contiguous'"
+        is_in_order = layout.cp == 1 or layout.cp_tokens == "contiguous"
+        require(is_in_order or not self.needs_order, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
 
     def check_media(self, name: str, media: Sequence[str]) -> None:
         """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
@@ -265,9 +300,16 @@ class DecoderConfig(ModuleSettings):
         require(self.kv_heads == self.heads, "Decoder.kv_heads", self.kv_heads, fix)
         fix = "latent attention has Decoder.nope_head_dim and rope_head_dim; set it to 0"
         require(self.head_dim == 0, "Decoder.head_dim", self.head_dim, fix)
-        for name in ("qkv_bias", "o_bias", "qk_norm"):
+        for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
             value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has none; set it to False"
             require(not value, f"Decoder.{name}", value, fix)
+        fix = "latent attention has a rotated part of its own, Decoder.rope_head_dim; set it to 1.0"
+        require(self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
+
+    def _check_delta(self) -> None:
+        self.delta.check("Decoder")
+        fix = "delta layers see earlier tokens of a sample alone; use 'causal', or set Decoder.delta_heads to 0"
+        require(self.mask == "causal", "Decoder.mask", self.mask, fix)
 
     def _check_experts(self) -> None:
         one_of("Decoder.router", self.router, ROUTERS)
@@ -299,6 +341,8 @@ class DecoderConfig(ModuleSettings):
         elif self.rope_scaling != "yarn":
             reason = f"Decoder.rope_scaling={self.rope_scaling!r} does not read it"
             reasons |= dict.fromkeys(("rope_mscale", "rope_mscale_all"), reason)
+        if not self.delta_heads:
+            reasons |= dict.fromkeys(DELTA_SETTINGS, "Decoder.delta_heads=0: there are no delta layers")
         if not self.experts:
             reasons |= dict.fromkeys(EXPERT_SETTINGS, "Decoder.experts=0: there are no experts")
         elif not self.router_bias:
@@ -321,15 +365,32 @@ class DecoderConfig(ModuleSettings):
         cycles = ((pair // 3, pair % 3) for pair in range(sum(sections)))
         return tuple(axis if cycle < sections[axis] else 0 for cycle, axis in cycles)
 
-    @property
-    def runs(self) -> tuple[tuple[int, bool, bool], ...]:
-        """Runs of equal layers: the number of layers, whether they are local, with the window and chunks, and whether
-        they have experts.
+    def runs(self) -> tuple[tuple[int, bool, bool, bool], ...]:
+        """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks, have
+        experts, and have the delta rule in place of attention.
 
-        Such as ((5, True, False), (1, False, False)).
+        Such as ((5, True, False, False), (1, False, False, False)).
         """
-        kinds = ((self._is_local(layer), self.has_experts(layer)) for layer in range(self.layers))
+        kinds = ((self._is_local(at), self.has_experts(at), self.has_delta(at)) for at in range(self.layers))
         return tuple((len([*run]), *kind) for kind, run in groupby(kinds))
+
+    def has_delta(self, layer: int) -> bool:
+        """Whether a layer, by its index from 0, has the delta rule in place of attention."""
+        return self.delta_heads > 0 and (layer + 1) % self.attention_every != 0
+
+    @property
+    def delta(self) -> DeltaSizes:
+        """Sizes of the delta layers."""
+        return DeltaSizes(
+            layers=self.layers,
+            width=self.width,
+            heads=self.delta_heads,
+            value_heads=self.delta_value_heads or self.delta_heads,
+            key_dim=self.delta_key_dim,
+            value_dim=self.delta_value_dim,
+            taps=self.delta_taps,
+            eps=self.norm_eps,
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, by its index from 0, has experts in place of an mlp."""
@@ -353,7 +414,12 @@ class DecoderConfig(ModuleSettings):
     def _is_local(self, layer: int) -> bool:
         """Whether a layer has the window and chunks; False if the model has neither."""
         full = layer < self.full_layers or (self.full_every > 0 and (layer + 1) % self.full_every == 0)
-        return bool(self.window or self.chunk) and not full
+        return bool(self.window or self.chunk) and not full and not self.has_delta(layer)
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether there are delta layers, whose states go from token to token."""
+        return self.delta_heads > 0
 
     @property
     def grid_setting(self) -> str:
@@ -370,7 +436,7 @@ class DecoderConfig(ModuleSettings):
     @property
     def rotary_width(self) -> int:
         """Width of the part of one head that is rotated."""
-        return self.rope_head_dim if self.kv_rank else self.head_width
+        return self.rope_head_dim if self.kv_rank else int(self.rope_share * self.head_width)
 
     @property
     def value_width(self) -> int:

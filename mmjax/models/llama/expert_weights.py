@@ -1,9 +1,9 @@
 """Mixture of experts in folders of transformers: rows of the weights table, and their part of ``config.json``.
 
-Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe and, in composite models, qwen3_vl_moe; of deepseek_v2 and
-deepseek_v3 the rows are here, and the configuration is in ``deepseek_weights``. A folder has a tensor for each expert
-and product, also where ``transformers`` 5 stacks them in memory. One of qwen3_vl_moe has stacks, with gates before
-ups; published folders have the transposes of what ``transformers`` 5 writes. Imports no JAX.
+Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe, qwen3_5_moe_text and, in composite models, qwen3_vl_moe; of
+deepseek_v2 and deepseek_v3 the rows are here, and the configuration is in ``deepseek_weights``. A folder has a tensor
+for each expert and product, also if ``transformers`` 5 stacks them in memory. One of qwen3_vl_moe has stacks, with
+gates before ups; published folders have the transposes of what ``transformers`` 5 writes. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ DEFAULTS: Mapping[str, Json] = {
     | {"num_experts_per_tok": 4, "num_experts": 60, "moe_intermediate_size": 1408}
     | {"shared_expert_intermediate_size": 5632},
     "qwen3_moe": _QWEN,
+    "qwen3_5_moe_text": _QWEN
+    | {"num_experts": 256, "norm_topk_prob": True, "moe_intermediate_size": 512}
+    | {"shared_expert_intermediate_size": 512},
 }
 """The defaults of transformers for missing keys on experts, by model type."""
 QWEN3_VL = ("qwen3_vl_moe", "qwen3_vl_moe_text")
@@ -47,6 +50,7 @@ QWEN3_VL_DEFAULTS: Json = _QWEN | {
 _BLOCKS = {"mixtral": "block_sparse_moe"}
 _SHARED = {"deepseek_v2": "shared_experts", "deepseek_v3": "shared_experts"}
 _PRODUCTS = {"mixtral": {"gate": "w1", "up": "w3", "down": "w2"}}
+_WITH_SHARED = ("qwen2_moe", "qwen3_5_moe_text")
 _QWEN_PRODUCTS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -90,6 +94,8 @@ def model_type_of(c: DecoderConfig) -> str:
     """The model type with a decoder's attention, router, shared experts and norms; other settings may have none."""
     if c.kv_rank:
         return "deepseek_v3" if c.router == "sigmoid" else "deepseek_v2"
+    if c.delta_heads:
+        return "qwen3_5_moe_text"
     if c.shared_experts:
         return "qwen2_moe"
     return "qwen3_moe" if c.qk_norm else "mixtral"
@@ -109,7 +115,7 @@ def expert_settings(kind: str, t: Json) -> dict[str, Any]:
     dense = sorted(t["mlp_only_layers"] or ())
     fix = "mmjax has layers without experts first, such as [0, 1]"
     require(dense == [*range(len(dense))], "config.json: mlp_only_layers", dense, fix)
-    width, shared = t["moe_intermediate_size"], t["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0
+    width, shared = t["moe_intermediate_size"], t["shared_expert_intermediate_size"] if kind in _WITH_SHARED else 0
     fix = f"mmjax has multiples of moe_intermediate_size, {width}"
     require(shared % width == 0, "config.json: shared_expert_intermediate_size", shared, fix)
     experts = t.get("num_local_experts") or t["num_experts"]
@@ -142,4 +148,4 @@ def expert_config(c: DecoderConfig, kind: str) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [*range(c.dense_layers)],
     }
-    return values | ({"shared_expert_intermediate_size": c.shared_width} if kind == "qwen2_moe" else {})
+    return values | ({"shared_expert_intermediate_size": c.shared_width} if kind in _WITH_SHARED else {})

@@ -1,4 +1,4 @@
-"""Llama-family decoder: RMSNorm, rotary positions, grouped-query or latent attention, SwiGLU.
+"""Llama-family decoder: RMSNorm, rotary positions, grouped-query or latent attention or the delta rule, SwiGLU.
 
 Shapes: B rows, T tokens, D width, H query heads and G key/value heads local to this rank, K head width, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, D width, H query heads and G key/value heads local to 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
+from mmjax.models.delta.layers import GatedDelta, mixed
 from mmjax.models.experts.layers import Experts, apply_experts
 from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
@@ -42,19 +43,20 @@ from mmjax.models.vocabulary import vocabulary_logits
 class _Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         init, heads, kv = nnx.initializers.lecun_normal(), c.heads * c.head_width, c.kv_heads * c.head_width
-        self.q = nnx.Param(init(rngs.params(), (c.width, heads)), dims=("embed", "heads"))
+        queries = heads * (2 if c.attention_gate else 1)
+        self.q = nnx.Param(init(rngs.params(), (c.width, queries)), dims=("embed", "heads"))
         self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
         self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)), dims=("heads", "embed"))
         if c.qkv_bias:
-            self.q_bias = nnx.Param(jnp.zeros(heads), dims=("heads",))
+            self.q_bias = nnx.Param(jnp.zeros(queries), dims=("heads",))
             self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
             self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if c.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones(c.head_width), dims=("head",))
-            self.k_norm = nnx.Param(jnp.ones(c.head_width), dims=("head",))
+            self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+            self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
 
 
 class _Mlp(nnx.Module):
@@ -69,13 +71,28 @@ class _Mlp(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
 
 
-class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn", "mlp_norm" and "mlp"."""
+def _first_scale(c: DecoderConfig, width: int) -> Array:
+    """The initial weight of a norm."""
+    return jnp.zeros(width) if c.norm_plus_one else jnp.ones(width)
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        self.attn = (LatentAttention if c.kv_rank else _Attention)(c, rngs)
-        self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+
+Mixing = Literal["attn", "delta"]
+"""What mixes the tokens of a layer, as its parameters are named."""
+
+
+def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
+    if name == "delta":
+        return GatedDelta(c.delta, rngs)
+    return (LatentAttention if c.kv_rank else _Attention)(c, rngs)
+
+
+class DecoderLayer(nnx.Module):
+    """Parameters of one pre-norm block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp"."""
+
+    def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
+        self.attn_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        setattr(self, mixing, _mixing(c, mixing, rngs))
+        self.mlp_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
         self.mlp = _Mlp(c, c.mlp, rngs)
 
 
@@ -85,10 +102,10 @@ class ExpertLayer(nnx.Module):
     With shared experts it has "shared" too, and "shared_gate" if their result has a gate.
     """
 
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.attn_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
-        self.attn = (LatentAttention if c.kv_rank else _Attention)(c, rngs)
-        self.mlp_norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+    def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
+        self.attn_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        setattr(self, mixing, _mixing(c, mixing, rngs))
+        self.mlp_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
@@ -107,7 +124,7 @@ class _Embedding(nnx.Module):
 
 class _Head(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = nnx.Param(jnp.ones(c.width), dims=("embed",))
+        self.norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
         if not c.tied:
             init = nnx.initializers.lecun_normal()
             self.head = nnx.Param(init(rngs.params(), (c.width, c.vocab)), dims=("embed", "vocab"))
@@ -159,15 +176,15 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     ``context`` is such as ``Context.of(axes, inputs, "causal")``, with "segments" and "positions" in its inputs. ``x``,
     the input of the first layer, is not read. The parameters are a dict with "attn_norm", "attn" ("q", "k", "v", "o",
-    or those of ``LatentAttention``), "mlp_norm" and "mlp" ("gate", "up", "down").
+    or those of ``LatentAttention``) or "delta" (those of ``GatedDelta``), "mlp_norm" and "mlp" ("gate", "up", "down").
 
     Raises:
       ValueError: the stage reads no positions.
     """
 
     def layer(x_BTD: Array, p: Params) -> Array:
-        x = _after_attention(c, context, x_BTD, p)
-        y = _mlp(context.axes, p["mlp"], rms_norm(x, p["mlp_norm"], c.norm_eps))
+        x = _after_mixing(c, context, x_BTD, p)
+        y = _mlp(context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
         return (x + y).reshape(x_BTD.shape)
 
     return layer
@@ -182,8 +199,8 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
     router, losses = router_of(c), tuple(layer_losses(c))
 
     def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
-        x = _after_attention(c, context, x_BTD, p).reshape(x_BTD.shape)
-        h = rms_norm(x, p["mlp_norm"], c.norm_eps)
+        x = _after_mixing(c, context, x_BTD, p).reshape(x_BTD.shape)
+        h = _normed(c, x, p["mlp_norm"])
         y, sums = apply_experts(router, p["experts"], context, h, losses)
         if c.shared_experts:
             shared = _mlp(context.axes, p["shared"], h)
@@ -193,31 +210,49 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
     return layer
 
 
-def _after_attention(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -> Array:
-    """The features behind a layer's attention; ``[B·T, D]`` without sequence parallelism."""
-    axes, a = context.axes, p["attn"]
+def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -> Array:
+    """The features behind a layer's attention or delta rule; ``[B·T, D]`` without sequence parallelism."""
+    axes, is_delta = context.axes, "delta" in p
+    a = p["delta" if is_delta else "attn"]
     # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
     x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
-    h = rms_norm(x, p["attn_norm"], c.norm_eps)
-    y_BTHK = context.attend(*(latent_heads if c.kv_rank else _heads)(c, context, a, h))
+    h = _normed(c, x, p["attn_norm"])
+    y_BTHK = mixed(c.delta, context, a, h) if is_delta else _attended(c, context, a, h)
     parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
     width = y_BTHK.shape[2] * y_BTHK.shape[3]
     ys = parts.split_gathered(y_BTHK.reshape(*(y_BTHK.shape[:2] if axes.sp else (-1,)), width))
     return saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
 
 
-def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, Array, Array]:
-    """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, and values ``[B, T, G, K]``."""
+def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
+    return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
+
+
+def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[Array, "B T H K"]:
+    """The output of attention, before the product "o"."""
+    if c.kv_rank:
+        return context.attend(*latent_heads(c, context, p, h))
+    q, k, v, *gate = _heads(c, context, p, h)
+    y_BTHK = context.attend(q, k, v)
+    return y_BTHK * jax.nn.sigmoid(gate[0]) if gate else y_BTHK
+
+
+def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, ...]:
+    """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, values ``[B, T, G, K]``, and with
+    ``Decoder.attention_gate`` the gate of each number of the output.
+    """
     a: Any = p
     axes, positions = context.axes, context.tokens.positions
     qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
-    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), c.head_width) for y in qkv)
+    widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
+    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True))
+    q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
     if c.qk_norm:
-        q, k = rms_norm(q, a["q_norm"], c.norm_eps), rms_norm(k, a["k_norm"], c.norm_eps)
+        q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])
     q, k = (rope.rotate(c, y, positions) for y in (q, k))
     if not c.qk_norm:  # whose backward reads the products, which are saved
         q, k = saved(q), saved(k)
-    return q, k, v
+    return q, k, v, *gate
 
 
 def _mlp(axes: Axes, p: Params, h: Array) -> Array:

@@ -32,19 +32,24 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike in window and chunks, and in experts."""
+        """Its groups of layers: runs of layers that are alike in window and chunks, experts, and the delta rule."""
         c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(
                 count,
-                partial(layers.ExpertLayer if has_experts else layers.DecoderLayer, c),
+                partial(layers.ExpertLayer if has_experts else layers.DecoderLayer, c, "delta" if is_delta else "attn"),
                 partial(layers.expert_block if has_experts else layers.block, c),
                 rules=rules,
                 window=c.window if is_local else 0,
                 grid_window=c.chunk if is_local else 0,
             )
-            for count, is_local, has_experts in c.runs
+            for count, is_local, has_experts, is_delta in c.runs
         )
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it has delta layers, whose states go from token to token."""
+        return self.config.needs_order
 
     @property
     def layer_losses(self) -> Mapping[str, Loss]:
@@ -77,7 +82,7 @@ class Llama(Module):
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
         output of the last layer.
         """
-        return rms_norm(x, p["norm"], self.config.norm_eps)
+        return rms_norm(x, p["norm"], self.config.norm_eps, plus=float(self.config.norm_plus_one))
 
     @property
     def losses(self) -> Mapping[str, Loss]:

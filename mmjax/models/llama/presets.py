@@ -41,6 +41,23 @@ _DEEPSEEK: Mapping[str, object] = {
 }
 """Latent attention of DeepSeek-V2-Lite and DeepSeek-V3."""
 
+_QWEN35: Mapping[str, object] = {
+    "head_dim": 256,
+    "vocab": 248320,
+    "qk_norm": True,
+    "norm_plus_one": True,
+    "attention_gate": True,
+    "rope_theta": 10000000.0,
+    "rope_share": 0.25,
+    "norm_eps": 1e-6,
+    "delta_heads": 16,
+    "delta_key_dim": 128,
+    "delta_value_dim": 128,
+    "delta_taps": 4,
+    "attention_every": 4,
+}
+"""The language models of Qwen3.5 9B, 27B and 35B-A3B have these in common."""
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
     "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
@@ -216,6 +233,39 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "router_group_limit": 4,
         "router_bias": True,
         "balance_loss": 0.0001 / 8,
+    },
+    "qwen3.5-9b": {
+        "layers": 32,
+        "width": 4096,
+        "heads": 16,
+        "kv_heads": 4,
+        "mlp": 12288,
+        **_QWEN35,
+        "delta_value_heads": 32,
+    },
+    "qwen3.5-27b": {
+        "layers": 64,
+        "width": 5120,
+        "heads": 24,
+        "kv_heads": 4,
+        "mlp": 17408,
+        **_QWEN35,
+        "delta_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": {
+        "layers": 40,
+        "width": 2048,
+        "heads": 16,
+        "kv_heads": 2,
+        "mlp": 512,
+        **_QWEN35,
+        "delta_value_heads": 32,
+        "experts": 256,
+        "experts_per_token": 8,
+        "expert_mlp": 512,
+        "shared_experts": 1,
+        "shared_gate": True,
+        "balance_loss": 0.001,
     },
 }
 """Published sizes by name; "tiny" has the defaults of the settings."""

@@ -1,19 +1,21 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
-and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), and in composite models
-those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and without experts. Imports no JAX.
+and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
+qwen3_5_moe_text (see ``qwen35_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
+without experts. Imports no JAX.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
-from mmjax.models.llama import deepseek_weights, expert_weights
+from mmjax.models.delta.config import DELTA_SETTINGS
+from mmjax.models.llama import deepseek_weights, expert_weights, qwen35_weights
 from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, ROPE_TURNS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
@@ -80,7 +82,8 @@ _WITH_EXPERTS = {
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
 }
 _LATENT = deepseek_weights.DEFAULTS
-ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT)
+_DELTA = qwen35_weights.DEFAULTS
+ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT, *_DELTA)
 """Model types of folders of a language model alone."""
 _QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", *_QWEN3_MROPE)
@@ -95,6 +98,7 @@ DEFAULTS: Mapping[str, Json] = {
     **dict.fromkeys(expert_weights.QWEN3_VL, _QWEN3_VL_MOE),
     **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
     **_LATENT,
+    **_DELTA,
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -123,10 +127,10 @@ def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
 
 
 def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
-    def layer_row(leaf: str, key: str, view: View = SAME, layers: range | None = None) -> Row:
+    def layer_row(leaf: str, key: str, view: View = SAME, layers: Sequence[int] | None = None) -> Row:
         return Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}",), view, layers=layers)
 
-    def product(leaf: str, key: str, *, biased: bool, layers: range | None = None) -> Iterator[Row]:
+    def product(leaf: str, key: str, *, biased: bool, layers: Sequence[int] | None = None) -> Iterator[Row]:
         yield layer_row(leaf, f"{key}.weight", TRANSPOSED, layers)
         if biased:
             yield layer_row(f"{leaf}_bias", f"{key}.bias", layers=layers)
@@ -135,10 +139,13 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     yield layer_row("attn_norm", "input_layernorm.weight")
     if c.kv_rank:
         yield from deepseek_weights.attention_rows(c)
+    with_attention = qwen35_weights.attention_layers(c)
     for name in "" if c.kv_rank else "qkvo":
-        yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=c.o_bias if name == "o" else c.qkv_bias)
+        biased = c.o_bias if name == "o" else c.qkv_bias
+        yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=biased, layers=with_attention)
     for name in "qk" if c.qk_norm else "":
-        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight")
+        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=with_attention)
+    yield from qwen35_weights.delta_rows(c)
     yield layer_row("mlp_norm", "post_attention_layernorm.weight")
     dense = c.layers - c.expert_layers
     for name in ("gate", "up", "down") if dense else ():
@@ -154,9 +161,10 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
 def unused(c: DecoderConfig) -> tuple[str, ...]:
     """Regular expressions for the ends of keys that folders may have although no leaf needs them.
 
-    They are rotary frequencies, which are computed, and DeepSeek-V3's layer for a second token.
+    They are rotary frequencies, which are computed, and the layers for a second token of DeepSeek-V3 and Qwen3.5.
     """
-    return (r"rotary_emb\.inv_freq", *([deepseek_weights.unused(c)] if c.kv_rank else ()))
+    second_token = [deepseek_weights.unused(c)] if c.kv_rank else [qwen35_weights.UNUSED] if c.delta_heads else []
+    return (r"rotary_emb\.inv_freq", *second_token)
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------
@@ -196,13 +204,15 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "qkv_bias": qkv_bias,
         "o_bias": o_bias,
         "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
-        "qk_norm": kind in ("qwen3", "qwen3_moe", *_QWEN3_MROPE),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", *_QWEN3_MROPE, *_DELTA),
     }
-    if kind in _WITH_EXPERTS or kind in expert_weights.QWEN3_VL:
+    if kind in (*expert_weights.DEFAULTS, *expert_weights.QWEN3_VL):
         values |= expert_weights.expert_settings(kind, t)
     if kind in _LATENT:
         values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
-    if kind in MROPE:  # set for the composite model; in older folders in the text's part
+    if kind in _DELTA:
+        values |= qwen35_weights.layer_settings(t)
+    if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
         values["tied"] = bool(of_whole or (values["tied"] and (of_whole is None or kind not in _QWEN3_MROPE)))
     return values | _window(kind, t) | _rope(kind, t)
@@ -249,15 +259,18 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     interleaved = rope.get("mrope_interleaved", True)
     fix = "transformers interleaves sections in any case; set it to true"
     require(interleaved or not is_3, "config.json: mrope_interleaved", interleaved, fix)
-    mrope_keys = {"mrope_section"} if sections else set()
-    for name in sorted(set(rope) - _ROPE_KEYS - mrope_keys - ({"mrope_interleaved"} if is_3 else set())):
+    has_share = model_type in _DELTA
+    ignored = qwen35_weights.ROPE_KEYS if has_share else {"mrope_section"} if sections else set[str]()
+    for name in sorted(set(rope) - _ROPE_KEYS - ignored - ({"mrope_interleaved"} if is_3 else set())):
         require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")
-    for name, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
+    for name, only in (*(() if has_share else (("partial_rotary_factor", 1.0),)), ("truncate", True)):
         value = rope.get(name, t.get(name))
         require(value in (None, only), f"config.json: {name}", value, f"mmjax has {only!r} alone")
     values: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta") or t.get("rope_theta") or 10000.0)}
     values |= {"rope_scaling": _ROPE_TYPES[kind], "rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
     values |= {"rope_sections": sections, "rope_interleaved": is_3}
+    if has_share:
+        values["rope_share"] = qwen35_weights.rope_share(t, rope)
     if kind == "default":
         return values
     require(bool(rope.get("factor")), "config.json: factor", rope.get("factor"), f"rope_type {kind!r} needs a number")
@@ -311,7 +324,7 @@ def to_hf_config(
     require(c.vocab > 0, "Decoder.vocab", c.vocab, "set it to the tokenizer's vocabulary first")
     differences: list[list[str]] = []
     for kind in [model_type] if model_type else ALONE:
-        if (kind in _LATENT) != (c.kv_rank > 0):
+        if (kind in _LATENT) != (c.kv_rank > 0) or (kind in _DELTA) != (c.delta_heads > 0):
             continue
         hf_config = _closest_config(c, kind, positions, dtype)
         unmapped = {name: getattr(c, name) for name in _UNMAPPED}
@@ -320,7 +333,7 @@ def to_hf_config(
         if not different:
             return hf_config
         differences.append(different)
-    name = min(differences, key=len, default=["kv_rank"])[0]
+    name = min(differences, key=len, default=["kv_rank" if model_type in _LATENT or c.kv_rank else "delta_heads"])[0]
     kinds = repr(model_type) if model_type else " or ".join(map(repr, ALONE))
     fix = f"no model of type {kinds} has it beside the other settings; export an Orbax checkpoint instead"
     raise ConfigError(f"Decoder.{name}={getattr(c, name)!r}: {fix}")
@@ -332,6 +345,10 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return None
     if name == "v_head_dim":
         return c.value_width
+    if name in DELTA_SETTINGS and not c.delta_heads:
+        return None
+    if name == "delta_value_heads":
+        return c.delta.value_heads
     if name in EXPERT_SETTINGS and (not c.experts or name in c.idle()):
         return None
     if (name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers) or name == "expert_mlp":
@@ -345,7 +362,7 @@ def _value(c: DecoderConfig, name: str) -> Any:
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name in ("window", "chunk", "full_layers", "full_every"):
-        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local, _ in c.runs) else ()
+        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local, *_ in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 
@@ -379,10 +396,12 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= {"qkv_bias": c.qkv_bias, "use_sliding_window": False}
     if kind == "qwen3_moe":
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
-    if kind in _WITH_EXPERTS:
+    if kind in expert_weights.DEFAULTS:
         hf_config |= expert_weights.expert_config(c, kind)
     if kind in _LATENT:
         hf_config |= deepseek_weights.config_entries(c, kind)
+    if kind in _DELTA:
+        hf_config |= qwen35_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
@@ -400,6 +419,8 @@ def _rope_of(c: DecoderConfig) -> dict[str, Any]:
         numbers["original_max_position_embeddings"] = c.rope_context
     if c.kv_rank:
         numbers |= deepseek_weights.rope_entries(c)
+    if c.delta_heads:
+        numbers |= qwen35_weights.rope_entries(c)
     return {
         "rope_parameters": {"rope_type": kind, "rope_theta": c.rope_theta, **numbers},
         "rope_theta": c.rope_theta,

@@ -34,6 +34,8 @@ Weights = tuple[tuple[str, Declaration], ...]
 _A_INIT = partial(nnx.initializers.variance_scaling, 1 / 3, "fan_in", "uniform")
 _EXPERTS = "experts"
 """The first dimension of weights of experts."""
+_TAPS = "taps"
+"""The last dimension of filters, which are no weights of products."""
 
 
 class _Group(nnx.Module):
@@ -82,7 +84,7 @@ def _matrices(create: Create) -> dict[str, Declaration]:
     return {
         name: weight
         for name, weight in declarations(create).items()
-        if len(weight.shape) == 2 + (weight.dims[0] == _EXPERTS)
+        if len(weight.shape) == 2 + (weight.dims[0] == _EXPERTS) and weight.dims[-1] != _TAPS
     }
 
 

@@ -26,7 +26,11 @@ class Whisper(Module):
     config: WhisperConfig
 
     Config = WhisperConfig
-    in_order = True
+
+    @property
+    def in_order(self) -> bool:
+        """True: the stem has convolutions."""
+        return True
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
