@@ -44,7 +44,7 @@ def with_experts(
       part: the part of the module that the stage has, such as `StagePart(layers=16)`.
       first: number of the stage's first device, from 0, where a node starts.
       halves: whether an all-to-all may exchange two halves of the tokens one after the other: where gradients of
-        weights are neither left to W nor scattered.
+        weights are not left to W.
     """
     experts = module.experts
     if experts is None or layout.ep == 1:

@@ -105,7 +105,7 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        halves = not (self.candidate.traits.splits or layout.scatters_gradients)
+        halves = not self.candidate.traits.splits
         compute = with_experts(
             compute, module, layout, clock, shape=(rows, width), part=part, first=first, halves=halves
         )

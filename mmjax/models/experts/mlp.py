@@ -4,8 +4,8 @@ Features and their gradients are read where tokens are, by index: no array of ro
 results of the last product and the gradient of the first one's input, which are added by token. Hidden units are the
 residuals. Gradients of weights are computed once for all parts of the tokens, and added to their sums in place.
 
-Weights with adapters, handles, and weights whose gradients are left to a W op have rows that are copied, and backward
-is that of ``grouped_products``.
+Weights with adapters, and weights whose gradients are left to a W op, have rows that are copied, and backward is that
+of ``grouped_products``.
 
 Shapes: N tokens, k experts a token, M rows in the order of experts, D width, F hidden units local to this rank, E local
 experts.
@@ -33,15 +33,16 @@ from mmjax.models.experts.dispatch import (
     values_of_choices,
 )
 from mmjax.models.experts.grouped import grouped_products, ways
+from mmjax.models.handles import Adapted, Handle, fetched_after, opened
 from mmjax.models.recorded_work import record_product
-from mmjax.models.taps import GROUPED, Summed, divisible, with_mark
+from mmjax.models.taps import GROUPED, Summed, Tapped, with_mark
 from mmjax.models.weight_gradients import summed
 
 
 def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[Array, "N D"]]:
     """The weighted sum of the results of each token's experts, for each part; with tp this rank's part of it.
 
-    It is one use of each weight. Several parts are for weights of which ``taps.divisible`` is true.
+    It is one use of each weight. Several parts are for weights of which ``divisible`` is true.
 
     Args:
       p: arrays, handles, tapped or summed weights, or weights with an adapter, of the local experts: "gate", "up" and
@@ -49,7 +50,7 @@ def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[
       parts: parts of the tokens.
     """
     weights = [p[name] for name in ("gate", "up", "down")]
-    if not divisible(weights):
+    if not divisible(p):
         return [_of_copied_rows(weights, part) for part in parts]
     for part in parts:
         for weight in weights:
@@ -57,6 +58,11 @@ def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[
     if all(isinstance(weight, Summed) for weight in weights):
         return _mlps(list(parts), [w.weight for w in weights], [w.total for w in weights])
     return _mlps(list(parts), [with_mark(w, GROUPED) for w in weights], None)
+
+
+def divisible(p: Mapping[str, Any]) -> bool:
+    """Whether the tokens may come in parts: where weights have no adapters and no gradients that are left to W ops."""
+    return not any(isinstance(p[name], Adapted | Tapped) for name in ("gate", "up", "down"))
 
 
 def _of_copied_rows(weights: Sequence[Any], part: TokenRows) -> Float[Array, "N D"]:
@@ -73,8 +79,8 @@ def _inner(gate_MF: Array, up_MF: Array, weights_M: Array) -> Float[Array, "M F"
 
 
 @jax.custom_vjp
-def _mlps(parts: list[TokenRows], weights: list[Array], totals: list[Array] | None) -> list[Array]:
-    return [_results(part, weights)[0] for part in parts]
+def _mlps(parts: list[TokenRows], weights: list[Any], totals: list[Array] | None) -> list[Array]:
+    return _forward(parts, weights, totals)[0]
 
 
 def _results(part: TokenRows, weights: Sequence[Array]) -> tuple[Float[Array, "N D"], list[Float[Array, "M F"]]]:
@@ -87,13 +93,21 @@ def _results(part: TokenRows, weights: Sequence[Array]) -> tuple[Float[Array, "N
     return sum_of_choices(y_MD, part.dispatch), [gate_MF, up_MF]
 
 
-def _forward(parts: list[TokenRows], weights: list[Array], totals: list[Array] | None) -> tuple[list[Array], Any]:
-    results = [_results(part, weights) for part in parts]
+def _forward(parts: list[TokenRows], weights: list[Any], totals: list[Array] | None) -> tuple[list[Array], Any]:
+    arrays = [opened(weight) for weight in weights]
+    results = [_results(part, arrays) for part in parts]
     return [y_ND for y_ND, _ in results], (parts, weights, totals, [hidden for _, hidden in results])
 
 
-def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[Array] | None, list[Array] | None]:
-    parts, (gate_EDF, up_EDF, down_EFD), totals, hidden = residuals
+def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[Any] | None, list[Array] | None]:
+    parts, weights, totals, hidden = residuals
+
+    def fetched(weights: list[Any]) -> list[Array]:
+        # Not before the gradient is there: else XLA would gather the weights of all layers at first.
+        return [opened(fetched_after(w, dys[0]) if isinstance(w, Handle) else w) for w in weights]
+
+    arrays, gradients_of_weights = jax.vjp(fetched, weights)
+    gate_EDF, up_EDF, down_EFD = arrays
     d_parts, inner_factors, outer_factors = list[TokenRows](), list[Any](), list[Any]()
     for part, hidden_units, dy_ND in zip(parts, hidden, dys, strict=True):
         sizes_E, dy = part.dispatch.sizes_E, Rows(dy_ND, part.dispatch.tokens_M)
@@ -106,14 +120,13 @@ def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[A
         outer_factors.append((Rows(inner_MF), [dy], sizes_E))
         d_weights_Nk = values_of_choices(d_weights_M, part.dispatch.rows_Nk)
         d_parts.append(_gradient(part, sum_of_choices(dx_MD, part.dispatch), d_weights_Nk))
-    weights = [gate_EDF, up_EDF, down_EFD]
     if totals is not None:
         return d_parts, None, _added(totals[:2], inner_factors) + _added(totals[2:], outer_factors)
     gradients = ways().weight_gradients(inner_factors) + ways().weight_gradients(outer_factors)
-    summed_gradients = [
-        summed(dw.astype(w.dtype), jax_compat.varying_axes(w)) for dw, w in zip(gradients, weights, strict=True)
+    gradients = [
+        summed(dw.astype(w.dtype), jax_compat.varying_axes(w)) for dw, w in zip(gradients, arrays, strict=True)
     ]
-    return d_parts, summed_gradients, None
+    return d_parts, *gradients_of_weights(gradients), None
 
 
 def _gradient(part: TokenRows, dh_ND: Array, d_weights_Nk: Array) -> Any:
