@@ -365,6 +365,7 @@ class DecoderConfig(ModuleSettings):
         cycles = ((pair // 3, pair % 3) for pair in range(sum(sections)))
         return tuple(axis if cycle < sections[axis] else 0 for cycle, axis in cycles)
 
+    @property
     def runs(self) -> tuple[tuple[int, bool, bool, bool], ...]:
         """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks, have
         experts, and have the delta rule in place of attention.
