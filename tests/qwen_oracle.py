@@ -33,7 +33,7 @@ from mmjax.weights.parameters import find_leaves
 from mmjax.weights.table import View, expand
 
 FOLDERS = Path(__file__).parent / "oracles" / "qwen"
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 IMAGE, LENGTH = 263, 104
 MODULES: Mapping[str, Any] = {"vision": FAMILIES["vit"], "vision_projector": PROJECTOR, "llm": FAMILIES["llama"]}
 Arrays = dict[str, np.ndarray]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ from mmjax.weights.write import rewrite
 
 ALL = pytest.mark.parametrize("kind", KINDS)
 OLDER = pytest.mark.parametrize("kind", KINDS[:2])
+BOUNDS = {kind: 1e-5 for kind in KINDS} | {"qwen3_5": 4e-5}
+"""Of differences from transformers in fp32, which is 1.5e-5 away from itself in fp64 for Qwen3.5."""
 
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1), strict=True)])
+@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1, 2), strict=True)])
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     """Images of five sizes, most of them cut by windows at their edges; texts with four, one and none of them."""
     of = oracle(kind)
@@ -83,8 +86,8 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
     for number in range(3):
         own = (given["segments"][0] == segment for segment in (1, 2, 3))
         (here,) = [one for one in own if np.array_equal(given["tokens"][0, one], of.values[f"tokens_{number}"])]
-        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < 1e-5, number
-        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < 1e-5, number
+        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < BOUNDS[kind], number
+        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < BOUNDS[kind], number
 
 
 def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
@@ -117,7 +120,7 @@ def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2))]
+    "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2, 4))]
 )
 def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     of = oracle(kind)
@@ -127,7 +130,7 @@ def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     tokens, levels = encode_image(of.leaves, "vision", vit, image, levels=projector.levels, projector=projector)
     assert apart(tokens, of.values["merged_0"]) < 2e-6
     assert_inner_features(of, np.concatenate([tokens[:, :0], *levels], axis=1), 0)
-    assert apart(sample_logits(of.leaves, of.model, sample), of.values["logits_2"]) < 1e-5
+    assert apart(sample_logits(of.leaves, of.model, sample), of.values["logits_2"]) < BOUNDS[kind]
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -322,6 +325,39 @@ def test_what_qwen3_vl_has_not_is_named(part: str, changes: dict[str, Any], mess
     assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
 
 
+_TEXT_3_5 = dict(
+    **dict(model_type="qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, head_dim=256),
+    **dict(num_attention_heads=16, num_key_value_heads=4, vocab_size=248320, full_attention_interval=4),
+    rope_parameters={
+        **{"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+    },
+)
+PUBLISHED_3_5: Mapping[str, Any] = {
+    "model_type": "qwen3_5",
+    "text_config": _TEXT_3_5,
+    "vision_config": dict(_TOWER, model_type="qwen3_5", out_hidden_size=4096, deepstack_visual_indexes=[]),
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("sections", [{"mrope_section": [11, 11, 10]}, {}])
+def test_a_whole_qwen3_5_has_sections_that_its_text_alone_has_not(sections: dict[str, Any]) -> None:
+    """Its tower is Qwen3-VL's, and no layer of the language model reads an inner layer of it."""
+    rope = {key: value for key, value in _TEXT_3_5["rope_parameters"].items() if key != "mrope_section"} | sections
+    text = {**_TEXT_3_5, "rope_parameters": rope}
+    whole = {**PUBLISHED_3_5, "text_config": text}
+    seeing = find_pretrained(FAMILIES["llama"], whole).fields()
+    assert (seeing["rope_sections"], seeing["rope_interleaved"], seeing["rope_share"]) == ((11, 11, 10), True, 0.25)
+    assert FAMILIES["llama"].config(**seeing).axis_of_pair == tuple(pair % 3 for pair in range(32))
+    alone = find_pretrained(FAMILIES["llama"], text).fields()
+    assert {**seeing, "rope_sections": (), "rope_interleaved": False} == alone
+    tower = {**find_pretrained(FAMILIES["vit"], whole).fields()}
+    assert FAMILIES["vit"].config(preset="qwen3-vl-8b", **tower) == from_preset(FAMILIES["vit"].config, "qwen3-vl-8b")
+    merger = {"kind": "mlp", "hidden": 4 * tower["width"], "activation": "gelu_exact", "norm": "layer"}
+    assert find_pretrained(PROJECTOR, whole).fields() == merger
+
+
 def test_stacked_experts_of_published_folders_are_the_same_model(tmp_path: Path) -> None:
     """They have the transposes of what transformers 5 writes under the same keys, and get them back."""
     kind = "qwen3_vl_moe"
@@ -348,7 +384,7 @@ def test_stacked_experts_of_published_folders_are_the_same_model(tmp_path: Path)
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 ONE_DEVICE = ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
-SPLIT = "tp, pp and split backward"
+SPLIT, IN_ORDER = "tp, pp and split backward", "cp, tokens in order"
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "one device": ONE_DEVICE,
     SPLIT: (
@@ -359,13 +395,20 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
         *("llm/Layout.tp=1", "llm/Layout.dp=3", "Train.unroll=True"),
         *("vision/Layout.dp=3", "vision/Layout.rank_offset=3"),
     ),
+    IN_ORDER: (
+        *("llm/Layout.tp=1", "llm/Layout.cp=2", "llm/Layout.cp_tokens='contiguous'"),
+        *("vision/Layout.dp=1", "vision/Layout.rank_offset=2"),
+    ),
 }
+PLAIN = tuple(layout for layout in LAYOUTS if layout != IN_ORDER)
+"""Layouts of all families; delta layers need one with tokens in order."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for kind in ("qwen2_vl", "qwen3_vl") for layout in LAYOUTS] + [("qwen3_vl_moe", SPLIT)],
+    [(kind, layout) for kind in ("qwen2_vl", "qwen3_vl") for layout in PLAIN]
+    + [("qwen3_vl_moe", SPLIT), ("qwen3_5", SPLIT), ("qwen3_5", IN_ORDER)],
 )
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, kind, LAYOUTS[layout])
@@ -390,8 +433,8 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
     want = leaves_of_gradients(kind, config, shapes)
     assert got.keys() == want.keys() and len(want) > 80
     for name, leaf in want.items():
-        # Torch in fp32 is up to 1e-5 away from itself in fp64 here.
-        bound = 2e-5 * max(np.abs(leaf).max(), 1e-3)
+        # Torch in fp32 is up to 1e-5 away from itself in fp64 here, of Qwen3.5 further.
+        bound = (1e-4 if kind == "qwen3_5" else 2e-5) * max(np.abs(leaf).max(), 1e-3)
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
 
 
@@ -411,6 +454,17 @@ def assert_written_as_read(
     for key, tensor in want.items():
         np.testing.assert_array_equal(got[key], tensor, strict=True)
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDERS / kind / "config.json").read_bytes()
+
+
+@pytest.mark.long
+def test_layers_for_a_second_token_are_kept(tmp_path: Path) -> None:
+    """Keys ``mtp.*`` of a Qwen3.5, which nothing reads, under tp and pp."""
+    folder = Path(shutil.copytree(FOLDERS / "qwen3_5", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mtp.fc.weight"] = np.arange(64, dtype=np.float32).reshape(32, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = configured(tmp_path, str(folder), LAYOUTS[SPLIT])
+    assert_written_as_read(config, str(folder), tmp_path, "vision, vision_projector, llm")
 
 
 @pytest.mark.long
@@ -442,7 +496,8 @@ def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for kind in KINDS[:2] for layout in LAYOUTS] + [(kind, SPLIT) for kind in KINDS[2:]],
+    [(kind, layout) for kind in KINDS[:2] for layout in PLAIN]
+    + [*((kind, SPLIT) for kind in KINDS[2:]), ("qwen3_5", IN_ORDER)],
 )
 def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
     # Rounding in an update changes the next gradients of Qwen3-VL's folders, whose parameters are large, by 1e-5.

@@ -84,19 +84,24 @@ _QWEN_VL: Mapping[str, FolderPart] = {
     "image": FolderPart("vision_config", {"": ("visual.", "model.visual.")}),
     "projector": FolderPart("", {"visual.merger.": ("visual.merger.", "model.visual.merger.")}),
 }
-_QWEN_TEXT = FolderPart("text_config", {"model.": ("model.language_model.",), "lm_head.": ("lm_head.",)})
 _QWEN3_VL: Mapping[str, FolderPart] = {
-    "llm": _QWEN_TEXT,
+    "llm": FolderPart("text_config", {"model.": ("model.language_model.",), "lm_head.": ("lm_head.",)}),
     "image": FolderPart("vision_config", {"": ("model.visual.",)}),
     "projector": FolderPart(
         "", {f"visual.{key}.": (f"model.visual.{key}.",) for key in ("merger", "deepstack_merger_list")}
     ),
+}
+_QWEN3_5: Mapping[str, FolderPart] = {
+    **_QWEN3_VL,
+    "projector": FolderPart("", {"visual.merger.": ("model.visual.merger.",)}),
 }
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_onevision": {
         **_LLAVA,
@@ -104,8 +109,6 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     },
 }
 """The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
-TEXT_OF: Mapping[str, FolderPart] = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN_TEXT)
-"""The language model's part of composite models whose other parts mmjax does not read, by "model_type"."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,6 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
         prefixes = {name: _new_prefixes(each.prefixes) for name, each in COMPOSITES[kind].items()}
         other_prefixes = tuple(key for name, keys in prefixes.items() if name != part_name for key in keys)
         return Pretrained(settings, folder_part.prefixes, weights, other_prefixes)
-    if part_name == "llm" and kind in TEXT_OF:
-        folder_part = TEXT_OF[kind]
-        return Pretrained({**hf_config[folder_part.config], "whole": hf_config}, folder_part.prefixes, weights)
     if "projector" in family.roles:
         known = ", ".join(model_type for model_type, parts in COMPOSITES.items() if part_name in parts)
         raise ConfigError(f"its model_type is {kind!r}, which has no projector; name a folder of {known}")

@@ -51,10 +51,18 @@ _QWEN3_VISION: dict[str, Any] = {
     **dict(depth=4, hidden_size=16, out_hidden_size=32, intermediate_size=24, num_position_embeddings=36),
     "deepstack_visual_indexes": [0, 2, 3],
 }
+_QWEN3_5_TEXT: dict[str, Any] = dict(
+    num_hidden_layers=4, head_dim=48, layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=5,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    },
+)  # fmt: skip
 _IDS = dict(vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO, image_token_id=IMAGE)
 
 
-SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12}
+SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12, "qwen3_5": 15}
 """Seeds with which ``generated`` is varied, and has no token that stands for an image."""
 
 
@@ -80,20 +88,30 @@ def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> I
     yield "qwen3_vl", transformers.Qwen3VLForConditionalGeneration(config)
     config = transformers.Qwen3VLMoeConfig(vision_config=_QWEN3_VISION, text_config={**text, **_EXPERTS}, **ids)
     yield "qwen3_vl_moe", transformers.Qwen3VLMoeForConditionalGeneration(config)
+    vision = {key: value for key, value in _QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+    config = transformers.Qwen3_5Config(
+        vision_config=vision, text_config={**about, **_QWEN3_5_TEXT}, tie_word_embeddings=True, **ids
+    )
+    yield "qwen3_5", transformers.Qwen3_5ForConditionalGeneration(config)
 
 
 def randomise(made: Any, seed: int) -> None:
     """Gives a model random parameters, large ones in the text's layers, so that what it says varies."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, has_delta = torch.Generator().manual_seed(seed), made.config.model_type.startswith("qwen3_5")
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1 and name.endswith("weight"):
+            if name.endswith("A_log"):  # Rates differ, and some are small, so that states last.
+                parameter.copy_(2 * noise - 2)
+            elif has_delta and "language_model" in name and "norm" in name and "linear_attn" not in name:
+                parameter.copy_(0.2 * noise)  # of norms that multiply by 1 + weight
+            elif parameter.ndim == 1 and name.endswith("weight"):
                 parameter.copy_(1 + 0.2 * noise)
             else:
                 inputs = parameter.shape[-1] if parameter.ndim == 3 else parameter[0].numel()  # three: experts
                 scale = 0.2 if parameter.ndim == 1 else inputs**-0.5
-                parameter.copy_(noise * scale * (2 if "language_model.layers" in name else 1))
+                is_large = "language_model.layers" in name and not has_delta  # fp32 would be 5e-5 off
+                parameter.copy_(noise * scale * (2 if is_large else 1))
 
 
 def patches_of(images: list[np.ndarray]) -> tuple[Any, Any]:

@@ -2,8 +2,8 @@
 
 Values of ``model_type`` are qwen3_5_text and, with experts (see ``expert_weights``), qwen3_5_moe_text; folders of the
 composite models, qwen3_5 and qwen3_5_moe, have them as their "text_config".
-Of tokens of images nothing is known here: a token of text has one number for all three axes of interleaved M-RoPE,
-which then is plain rotation. Imports no JAX.
+A folder of the text alone has no images: a token of text has one number for all three axes of interleaved M-RoPE, which
+then is plain rotation. In a composite model the axes have their sections. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ DEFAULTS: Mapping[str, Json] = {
 }
 """The defaults of transformers for missing keys, by model type."""
 ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
-"""Keys of ``rope_parameters`` that change nothing for text."""
+"""Keys of ``rope_parameters`` that change nothing for text alone."""
+SECTIONS = (11, 11, 10)
+"""The default of transformers for ``mrope_section``."""
 UNUSED = r"mtp\..*"
 """A regular expression for keys of layers that predict a second token, which transformers does not read either."""
 _ROPE_SHARE = 0.25

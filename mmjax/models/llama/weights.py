@@ -3,7 +3,7 @@
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
 and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
 qwen3_5_moe_text (see ``qwen35_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
-without experts. Imports no JAX.
+without experts. In a composite model Qwen3.5's has M-RoPE too. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= qwen35_weights.layer_settings(t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
-        values["tied"] = bool(of_whole or (values["tied"] and (of_whole is None or kind not in _QWEN3_MROPE)))
+        is_older = kind in MROPE and kind not in _QWEN3_MROPE
+        values["tied"] = bool(of_whole or (values["tied"] and (of_whole is None or is_older)))
     return values | _window(kind, t) | _rope(kind, t)
 
 
@@ -252,14 +253,15 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     rope = t.get("rope_scaling") or t.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "default" if kind == "mrope" and model_type in MROPE else kind
-    is_3 = model_type in _QWEN3_MROPE
-    default_sections = _QWEN3_SECTIONS if is_3 else _SECTIONS
-    sections = tuple(rope.get("mrope_section") or default_sections) if model_type in MROPE else ()
+    has_share = model_type in _DELTA
+    sees = has_share and "whole" in t  # as a part of a composite model
+    is_3 = model_type in _QWEN3_MROPE or sees
+    default_sections = qwen35_weights.SECTIONS if sees else _QWEN3_SECTIONS if is_3 else _SECTIONS
+    sections = tuple(rope.get("mrope_section") or default_sections) if model_type in MROPE or sees else ()
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
     interleaved = rope.get("mrope_interleaved", True)
     fix = "transformers interleaves sections in any case; set it to true"
     require(interleaved or not is_3, "config.json: mrope_interleaved", interleaved, fix)
-    has_share = model_type in _DELTA
     ignored = qwen35_weights.ROPE_KEYS if has_share else {"mrope_section"} if sections else set[str]()
     for name in sorted(set(rope) - _ROPE_KEYS - ignored - ({"mrope_interleaved"} if is_3 else set())):
         require(rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters")

@@ -15,7 +15,7 @@ _MERGERS = ("qwen2_vl", "qwen2_5_vl", *qwen_weights.QWEN3)
 """Composite models whose projector begins with a norm and is called a merger."""
 _OLD_NAMES = {"norm": "ln_q", "up": "mlp.0", "down": "mlp.2"}
 _NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
-"""Parts of a merger in folders of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL."""
+"""Parts of a merger in folders of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL and Qwen3.5."""
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         tower = qwen_weights.settings({"model_type": hf_config["model_type"], **hf_config["vision_config"]})
         hidden = tower["width"] * tower["merge"] ** 2
         values = {"kind": "mlp", "hidden": hidden, "activation": "gelu_exact", "norm": tower["norm"]}
-        is_3 = hf_config["model_type"] in qwen_weights.QWEN3
-        return values | (qwen_weights.deepstack(hf_config["vision_config"]) if is_3 else {})
+        has_inner = hf_config["model_type"] in qwen_weights.DEEPSTACK
+        return values | (qwen_weights.deepstack(hf_config["vision_config"]) if has_inner else {})
     name = hf_config.get("projector_hidden_act", "gelu")
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = hf_config.get("multimodal_projector_bias", True)

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: settings, and weights tables of a vision transformer.
+"""The vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: settings, and weights tables of a transformer.
 
 The towers are part of a composite model's folder; their merger is a projector in mmjax. Imports no JAX.
 """
@@ -40,8 +40,10 @@ _QWEN3: Mapping[str, Any] = _BASE | {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
-"""Composite models with a tower of Qwen3-VL."""
+DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")
+"""Composite models whose language model reads inner layers of the tower (``deepstack``)."""
+QWEN3 = (*DEEPSTACK, "qwen3_5", "qwen3_5_moe")
+"""Composite models with a tower of Qwen3-VL; Qwen3.5 reads its last layer alone."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_vl_vision": _QWEN2,
