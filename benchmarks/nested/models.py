@@ -10,7 +10,8 @@ bytes are those of their modules, as `mmjax.plan` reads them.
 * Generator: a DiT of 20.2B parameters, 64 layers of width 5120. mmjax has no MMDiT, which has a stream for each of
   picture and text and so about a third of its parameters in a token's products: a token costs three times as much here.
   Its condition is not in its rows but in the LLM's: a drawn picture has a token there for four of its patches.
-* Recompute: ViT and DiT run their forwards again (`remat = 'full'`), the LLM keeps its products (`'dots'`).
+* Recompute: ViT and DiT run their forwards again (`remat = 'full'`). The LLM keeps its products (`'dots'`) unless there
+  is a generator, beside which they find no room. Layers are unrolled, as on GPUs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ MERGE = 4
 """Patches that make a token of the LLM, and patches that a token draws."""
 TP = 4
 """Ranks that share a generator's weights on a lane."""
-REMAT = {VISION: ("full",), LLM: ("dots",), PAINTER: ("full",)}
 TPS = {VISION: (1,), LLM: (1,), PAINTER: (1, TP)}
 SEED = 3
 
@@ -66,11 +66,13 @@ class Workload:
       name: "understanding" or "generation".
       generator: whether a generator draws.
       text: median of the tokens of a pair's text.
+      remat: the LLM's `remat`.
     """
 
     name: str
     generator: bool
     text: int
+    remat: str
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -80,7 +82,7 @@ class Workload:
     @property
     def work(self) -> Work:
         """The work of the modules, as a plan has it."""
-        return _work(self.name)
+        return _work(self)
 
     def lengths(self, module: str, row: Row) -> Sequence[int]:
         """Lengths of the pieces of a row in a module; attention is within a piece."""
@@ -128,14 +130,14 @@ class Workload:
 
 @cache
 def _recipe(name: str) -> Recipe:
-    return load_config([CONFIGS / f"bigmac_{name}.gin"])
+    return load_config([CONFIGS / f"bigmac_{name}.gin"], ["Train.unroll=True"])
 
 
 @cache
-def _work(name: str) -> Work:
-    recipe = _recipe(name)
-    remat, tps = ({module: values[module] for module in recipe.model} for values in (REMAT, TPS))
-    return read_work(recipe, options=remat, tps=tps)
+def _work(workload: Workload) -> Work:
+    recipe = _recipe(workload.name)
+    remat = {module: (workload.remat if module == LLM else "full",) for module in recipe.model}
+    return read_work(recipe, options=remat, tps={module: TPS[module] for module in recipe.model})
 
 
 @cache
@@ -162,8 +164,8 @@ def _lognormal(random: np.random.Generator, median: float, *, sigma: float, leas
     return float(np.clip(random.lognormal(np.log(median), sigma), least, most))
 
 
-UNDERSTANDING = Workload(name="understanding", generator=False, text=64)
-GENERATION = Workload(name="generation", generator=True, text=256)
+UNDERSTANDING = Workload(name="understanding", generator=False, text=64, remat="dots")
+GENERATION = Workload(name="generation", generator=True, text=256, remat="full")
 WORKLOADS = (UNDERSTANDING, GENERATION)
 """MLLM-Understanding and MLLM-Generation.
 
