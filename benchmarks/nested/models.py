@@ -98,6 +98,8 @@ class Workload:
         They are those of the row over `rows_of(module, row)`: of a row of the module's width.
         """
         work, rows = self.work.modules[module], self.rows_of(module, row)
+        if not rows:  # a row without such pictures
+            return work
         factor = _flops(self.name, module, self.lengths(module, row)) / (rows * work.forward.of(work.whole))
         return work.with_flops(factor)
 

@@ -52,7 +52,7 @@ def read_work(
     *,
     options: Mapping[str, Sequence[str]] | None = None,
     fullest: float = 1.0,
-    tps: Mapping[str, Sequence[int]] | None = None,
+    tps: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Work:
     """The work of each module, in FLOPs and bytes, for a sample of the data of `recipe`; a plan needs it.
 
