@@ -22,12 +22,13 @@ from mmjax.recipe.advice import advise
 from mmjax.train.dry_run import dry_run
 
 PULLED = Layout(lanes=4, shard="parameters", gather="pull")
+SEGMENTS = replace(PULLED, cp=4, cp_way="need", cp_tokens="segments")
 SPLIT = Layout(dp=2, pp=4, chunks=2, cp=4, ep=8, ep_way="all-to-all")
 LAYOUTS = {
     "qwen3_moe_vlm": {"vision": Layout(dp=4, tp=2), "llm": Layout(dp=4, pp=2, tp=2, ep=4)},
-    "bigmac_understanding": {"vision": replace(PULLED, dp=8), "llm": SPLIT},
+    "bigmac_understanding": {"vision": replace(SEGMENTS, dp=2), "llm": SPLIT},
     "bigmac_generation": {
-        "vision": replace(PULLED, dp=16),
+        "vision": replace(SEGMENTS, dp=4),
         "llm": replace(SPLIT, dp=4),
         "painter": replace(PULLED, dp=2, tp=8),
     },
