@@ -119,7 +119,7 @@ def ratio(system: System, workload: Workload, batch: int, *, even: bool = False)
 MOST_UNITS = {
     (UNDERSTANDING.name, "vision.0"): {NESTED: 3, NESTED_1F1B: 2},
     (GENERATION.name, "vision.0"): {NESTED: 4, NESTED_1F1B: 3},
-    (GENERATION.name, "generator.0"): {NESTED: 1, NESTED_1F1B: 1},
+    (GENERATION.name, "painter.0"): {NESTED: 1, NESTED_1F1B: 1},
 }
 """Units in flight of nested schedules for any batch: K for an encoder, one more if a generator makes the LLM run a unit
 ahead, and one for a generator."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.nested.models import GENERATION, LLM, MMDIT, UNDERSTANDING, VIT, WORKLOADS
+from benchmarks.nested.models import GENERATION, LLM, PAINTER, UNDERSTANDING, VISION, WORKLOADS
 from benchmarks.nested.systems import DEPTH, NESTED, NESTED_1F1B, ONE_RANK, OPTIMUS, SYSTEMS, modules_of, trials
 from mmjax.schedule.validate import validate
 
@@ -15,7 +15,7 @@ MICROBATCHES = (8, 16, 32, 64, 128, 256)
 SHOWN = (NESTED, NESTED_1F1B, OPTIMUS, ONE_RANK)
 COLOURS = dict(zip(SHOWN, ("#c9405b", "#e07b29", "#2f6db5", "#6b7480"), strict=True))
 STYLES = dict(zip(SHOWN, ("-", (0, (5, 2)), "-", (0, (1, 1.5))), strict=True))
-_ENCODER, _LLM, _GENERATOR = (f"{stack.name}.0" for stack in (VIT, LLM, MMDIT))
+_ENCODER, _LLM, _GENERATOR = (f"{module}.0" for module in (VISION, LLM, PAINTER))
 PANELS = {
     (UNDERSTANDING.name, _ENCODER): "encoder",
     (GENERATION.name, _ENCODER): "encoder, with a generator",
@@ -48,7 +48,7 @@ def counts(microbatches: Sequence[int] = MICROBATCHES) -> list[Count]:
     all_counts = []
     shown = [system for system in SYSTEMS if system.name in SHOWN]
     for workload, system in itertools.product(WORKLOADS, shown):
-        modules = modules_of(workload, workload.rows(1), even=True)
+        modules = modules_of(workload, workload.rows(1), lanes=system.lanes, even=True)
         for number in microbatches:
             trial = trials(system, modules, number, (DEPTH,), move=0.0)[0]
             most = validate(trial.timeline.schedule).in_flight

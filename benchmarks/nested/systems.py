@@ -1,25 +1,26 @@
 """The compared systems: each is a schedule on its fastest placement that fits into memory.
 
 All train the same rows on the same 128 GPUs. A system may have a pipeline of another depth than the others; then it has
-another number of replicas, each with more or fewer rows. One replica is simulated. That two replicas share their
-experts, and so wait for one another in every layer, is left out.
+another number of replicas, each with more or fewer rows. One replica is simulated, as if the rows of all replicas in a
+microbatch were alike.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from benchmarks.nested.cluster import DEVICES, MOVE, RANKS, Memory, memory, timed
-from benchmarks.nested.models import LLM, MMDIT, VIT, Row, Workload
+from benchmarks.nested.cluster import DEVICES, RANKS, SHORTEST, Memory, memory, move_seconds, pull_seconds, timed
+from benchmarks.nested.models import LLM, PAINTER, VISION, Row, Workload
+from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.placements import Placement, TimedModule, apart, in_lanes, in_pipeline, replicated
 from mmjax.schedule.schedules import ONE_F_ONE_B, SCHEDULES, make_schedule
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.validate import ScheduleReport, validate
 
-DEPTH = 4
+DEPTH = SHORTEST
 """Ranks of a pipeline (pp of the LLM) where encoders and generators share them."""
 DEPTHS = (DEPTH, 2 * DEPTH)
 """Ranks of a pipeline where modules have ranks of their own."""
@@ -70,6 +71,7 @@ class System:
       inner: the LLM's schedule if the schedule is nested.
       by_cost: whether microbatches of similar cost are in one unit.
       generates: whether it can train generators.
+      laned: whether encoders and generators have a lane on each rank, and so pull their parameters.
     """
 
     name: str
@@ -77,6 +79,12 @@ class System:
     inner: str = ONE_F_ONE_B
     by_cost: bool = False
     generates: bool = True
+    laned: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of an encoder or generator; 1 where they have ranks of their own."""
+        return DEPTH if self.laned else 1
 
 
 def _lanes(schedule: str, chunks: int = 1) -> Callable[[Modules, Depths], Iterator[Choice]]:
@@ -118,12 +126,13 @@ def _replicated(modules: Modules, depths: Depths) -> Iterator[Choice]:
 NESTED = "nested, interleaved"
 """The paper's system, with which the others are compared."""
 NESTED_1F1B, OPTIMUS, ONE_RANK, ANY_RANKS = "nested, 1f1b", "Optimus", "DistTrain, a rank each", "DistTrain, any ranks"
+BY_COST = "nested, interleaved, by cost"
 SYSTEMS = (
-    System(name=NESTED, choices=_lanes("nested", CHUNKS), inner="interleaved"),
-    System(name="nested, interleaved, by cost", choices=_lanes("nested", CHUNKS), inner="interleaved", by_cost=True),
-    System(name=NESTED_1F1B, choices=_lanes("nested"), inner="1f1b"),
-    System(name="nested, zb-h1", choices=_lanes("nested"), inner="zb-h1"),
-    System(name=OPTIMUS, choices=_lanes("encoders-first")),
+    System(name=NESTED, choices=_lanes("nested", CHUNKS), inner="interleaved", laned=True),
+    System(name=BY_COST, choices=_lanes("nested", CHUNKS), inner="interleaved", by_cost=True, laned=True),
+    System(name=NESTED_1F1B, choices=_lanes("nested"), inner="1f1b", laned=True),
+    System(name="nested, zb-h1", choices=_lanes("nested"), inner="zb-h1", laned=True),
+    System(name=OPTIMUS, choices=_lanes("encoders-first"), laned=True),
     System(name=ONE_RANK, choices=_one_rank_each),
     System(name=ANY_RANKS, choices=_any_ranks),
     System(name="encoders replicated", choices=_replicated, generates=False),
@@ -132,7 +141,16 @@ SYSTEMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One choice of a system for a step of `microbatches`; for `move` and `once` see `Placement.costs`."""
+    """One choice of a system for a step of `microbatches`.
+
+    Attributes:
+      system: the system.
+      placement: the choice.
+      name: the schedule's name.
+      microbatches: microbatches of the step.
+      move, once: as for `Placement.costs`.
+      pulls: seconds in which a lane pulls the parameters of a module, by module; others have whole parameters.
+    """
 
     system: System
     placement: Placement
@@ -140,6 +158,7 @@ class Trial:
     microbatches: int
     move: float
     once: float
+    pulls: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def bound(self) -> float:
@@ -150,13 +169,26 @@ class Trial:
     def costs(self) -> Costs:
         """Seconds of every op."""
         split = SCHEDULES[self.system.inner].splits
-        return self.placement.costs(self.microbatches, move=self.move, once=self.once, split=split)
+        costs = self.placement.costs(self.microbatches, move=self.move, once=self.once, split=split)
+        gathers = {
+            ("gather", node.name, backward): self.pulls[node.module]
+            for node in self.graph.stages
+            if node.gather
+            for backward in (False, True)
+        }
+        return replace(costs, seconds={**costs.seconds, **gathers})
+
+    @cached_property
+    def graph(self) -> StageGraph:
+        """The stages, with those that pull."""
+        graph = self.placement.graph
+        return graph.with_gathers({node.name: "pull" for node in graph.stages if node.module in self.pulls})
 
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step."""
-        graph, inner = self.placement.graph, self.system.inner
-        return simulate(make_schedule(self.name, graph, self.microbatches, self.costs, inner=inner), self.costs)
+        schedule = make_schedule(self.name, self.graph, self.microbatches, self.costs, inner=self.system.inner)
+        return simulate(schedule, self.costs)
 
     @property
     def layout(self) -> str:
@@ -169,18 +201,26 @@ class Trial:
 
 
 def trials(
-    system: System, modules: Modules, microbatches: int, depths: Depths, *, move: float, once: float = 0.0
+    system: System,
+    modules: Modules,
+    microbatches: int,
+    depths: Depths,
+    *,
+    move: float,
+    once: float = 0.0,
+    pulls: Mapping[str, float] | None = None,
 ) -> list[Trial]:
     """All choices of a system, by their lower bound on the step.
 
     `microbatches` is the number for a pipeline of `depths[0]` ranks. A pipeline that is n times as deep has n times as
-    many microbatches, since there are fewer pipelines; modules need factors for the deepest one.
+    many microbatches, since there are fewer pipelines; modules need factors for the deepest one. For `move`, `once` and
+    `pulls` see `Trial`.
     """
     all_trials = []
     for placement, name in system.choices(modules, depths):
         count = microbatches * len(placement.graph.ranks) // depths[0]
-        trial = Trial(system=system, placement=placement, name=name, microbatches=count, move=move, once=once)
-        all_trials.append(trial)
+        shared = {"move": move, "once": once, "pulls": pulls or {}}
+        all_trials.append(Trial(system=system, placement=placement, name=name, microbatches=count, **shared))
     return sorted(all_trials, key=lambda trial: trial.bound)
 
 
@@ -228,15 +268,19 @@ def outcome(system: System, workload: Workload, batch: int, *, even: bool = Fals
 
     With `even` every row takes as long as the mean row.
     """
-    rows = workload.rows(batch * DEVICES * DEPTH // RANKS)
+    rows, lanes = workload.rows(batch * DEVICES * DEPTH // RANKS), system.lanes
     if system.by_cost:
-        order = modules_of(workload, rows, even=even).by_cost(len(rows))
+        order = modules_of(workload, rows, lanes=lanes, even=even).by_cost(len(rows))
         rows = tuple(rows[m] for m in order)
     every = [*rows] * (max(DEPTHS) // DEPTH)  # a deeper pipeline has the rows of several
-    candidates = trials(system, modules_of(workload, every, even=even), len(rows), DEPTHS, move=MOVE)
+    modules = modules_of(workload, every, lanes=lanes, even=even)
+    move, pulls = move_seconds(workload), pull_seconds(workload, lanes) if system.laned else {}
+    candidates = trials(system, modules, len(rows), DEPTHS, move=move, pulls=pulls)
 
     def memory_of(trial: Trial) -> Memory:
-        return memory(trial.timeline.schedule, trial.placement, workload.stacks, every[: trial.microbatches])
+        return memory(
+            trial.timeline.schedule, trial.placement, workload, every[: trial.microbatches], lanes=system.lanes
+        )
 
     best = fastest(candidates, lambda trial: memory_of(trial).fits)
     best = best or min(candidates, key=lambda trial: memory_of(trial).total)
@@ -244,8 +288,11 @@ def outcome(system: System, workload: Workload, batch: int, *, even: bool = Fals
     return Outcome(workload=workload, batch=batch, trial=best, report=report, memory=memory_of(best))
 
 
-def modules_of(workload: Workload, rows: Sequence[Row], *, even: bool) -> Modules:
-    """The modules of a workload with the time of each row, or the mean time for all if `even`."""
-    vision, llm = (timed(stack, rows, even=even) for stack in (VIT, LLM))
-    generators = (timed(MMDIT, rows, even=even),) if workload.generator else ()
-    return Modules(encoders=(vision,), llm=llm, generators=generators)
+def modules_of(workload: Workload, rows: Sequence[Row], *, lanes: int, even: bool) -> Modules:
+    """The modules of a workload with the time of each row, or their mean time if `even`; `lanes` as for `timed`."""
+
+    def module(name: str) -> TimedModule:
+        return timed(workload, name, rows, lanes=lanes, even=even)
+
+    generators = (module(PAINTER),) if workload.generator else ()
+    return Modules(encoders=(module(VISION),), llm=module(LLM), generators=generators)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -52,10 +52,12 @@ def read_work(
     *,
     options: Mapping[str, Sequence[str]] | None = None,
     fullest: float = 1.0,
+    tps: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Work:
     """The work of each module, in FLOPs and bytes, for a sample of the data of `recipe`; a plan needs it.
 
-    `Work.modules` has a `ModuleWork` by module name ("vision", "llm"), sources before users.
+    `Work.modules` has a `ModuleWork` by module name ("vision", "llm"), sources before users. Bytes are traced when they
+    are first read.
 
     Args:
       recipe: the run's configuration, as `load_config(["run.gin"])` gives it, with `Train.steps`; its layouts decide
@@ -63,8 +65,9 @@ def read_work(
       source: the run's training samples, as `open_source(recipe, split="train")` opens them; opened here if not given.
       options: values of `remat` that a plan may choose, by module, the fastest first, such as {"llm": ("dots",
         "full")}, for `Work.options`; in place of the recipe's `remat`. A module whose layers have no backward gets the
-        first alone. Bytes of the other values are traced when they are first read.
+        first alone.
       fullest: rows of the fullest rank of ep over their mean, 1 or more.
+      tps: the tp of each module to trace, such as {"llm": (1, 4)}; those of `legal_tps` unless given.
 
     Raises:
       ConfigError: a setting does not fit the data.
@@ -76,10 +79,9 @@ def read_work(
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
     model = build_model(recipe, tokenizer)
     padded = padded_rows(recipe, packer)
-    tps = {name: legal_tps(recipe, name) for name in recipe.model}
+    legal = tps or {name: legal_tps(recipe, name) for name in recipe.model}
     widths = {name: width for name, (_, width) in padded.items()}
     gradients = {name: module_work(recipe, model, name, 1).trained.layer * _item(recipe) for name in model.nodes}
-    memory = trace_memory(recipe, model, packer, tps, widths, gradients)
     looked_at = _looked_at(recipe)
     metas = packer.completed([source.meta(index) for index in looked_at])
     pairs = mask_pairs(model, packer, source, looked_at)
@@ -87,23 +89,28 @@ def read_work(
     causal = sum(meta.tokens * (meta.tokens + 1) // 2 for meta in metas)
     shares = {mask: count / causal for mask, count in pairs.get(LLM, {}).items()}
 
-    def work_of(recipe: Recipe, model: MultimodalModel, name: str, memory: Mapping[int, StageMemory]) -> ModuleWork:
-        rows, width = padded[name]
-        work = module_work(recipe, model, name, width, shares if name == LLM else None)
-        experts = traced_experts(recipe, model, packer, name, work, tps[name])
-        experts = replace(experts, fullest=fullest) if experts else None
-        return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name], experts=experts)
+    def works_of(recipe: Recipe, model: MultimodalModel) -> Callable[[str], ModuleWork]:
+        traced = cache(partial(trace_memory, recipe, model, packer, legal, widths, gradients))
 
-    modules = {name: work_of(recipe, model, name, memory[name]) for name in model.nodes}
+        def work_of(name: str) -> ModuleWork:
+            rows, width = padded[name]
+            work = module_work(recipe, model, name, width, shares if name == LLM else None)
+            experts = traced_experts(recipe, model, packer, name, work, legal[name])
+            experts = replace(experts, fullest=fullest) if experts else None
+            memory = TracedLater(legal[name], lambda tp: traced()[name][tp])
+            return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name], experts=experts)
+
+        return work_of
+
+    work_of = works_of(recipe, model)
+    modules = {name: work_of(name) for name in model.nodes}
     works = {name: {values[0]: modules[name]} for name, values in options.items()}
     for number in range(1, max(map(len, options.values()), default=0)):
         leaner = _with_option(recipe, options, number)
-        leaner_model = build_model(leaner, tokenizer)
-        traced = cache(partial(trace_memory, leaner, leaner_model, packer, tps, widths, gradients))
+        leaner_work_of = works_of(leaner, build_model(leaner, tokenizer))
         for name, values in options.items():
             if number < len(values) and modules[name].backward.layer:
-                traced_later = TracedLater(tps[name], lambda tp, traced=traced, name=name: traced()[name][tp])
-                works[name][values[number]] = work_of(leaner, leaner_model, name, traced_later)
+                works[name][values[number]] = leaner_work_of(name)
     return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe), options=works)
 
 

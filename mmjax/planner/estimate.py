@@ -29,19 +29,17 @@ class Estimate(StepSeconds):
     def _device_bytes(self, stage: str) -> DeviceBytes:
         node, part, split = self.graph.stage(stage), self.parts[stage], self._split.get(stage)
         name = node.module
-        memory, states, scale, residuals = self._memory(name), self._states(name, part), self._scale(name), 0.0
+        memory, states, scale, residuals = self.stage_memory(name), self._states(name, part), self.scale(name), 0.0
         if node.backward:
             on_device = min(self.in_flight(node), MOST_UNSTASHED) if node.stashes else self.in_flight(node)
             residuals = memory.residuals.of(part) * on_device + memory.deferred.of(part) * (split[1] if split else 0)
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * memory.inputs.of(part)
-        temporaries = self._temporaries(name, part)
-        published = states.direct if self.candidate.layouts[name].pulls else 0.0  # a copy of masters
         states_away, parameters_away = states.offloaded(self.candidate.offload(name))
         return DeviceBytes(
-            weights=states.copies + states.optimizer + published + self._gathered(name, part),
+            weights=self.weight_bytes(name, part),
             gradients=states.sums + states.reduced,
             activations=scale * residuals + self._edge_bytes(node) + inputs,
-            temporaries=max(temporaries * (memory.split if split else 1.0), self._gathered(name, part)),
+            temporaries=self.program_bytes(name, part, split=split is not None),
             reduced=states.reduced,
             inputs=inputs,
             states_away=states_away,
@@ -49,7 +47,27 @@ class Estimate(StepSeconds):
             activations_away=self._residual_bytes(node) * self.in_flight(node) if node.stashes else 0.0,
         )
 
-    def _gathered(self, name: str, part: StagePart) -> float:
+    def weight_bytes(self, name: str, part: StagePart) -> float:
+        """Bytes of parameters, masters and moments of a part of module `name` on a device, with a lane's gathered ones.
+
+        part: such as `estimate.parts["llm.0"]`.
+        """
+        states = self._states(name, part)
+        published = states.direct if self.candidate.layouts[name].pulls else 0.0  # a copy of masters
+        return states.copies + states.optimizer + published + self.gathered_bytes(name, part)
+
+    def program_bytes(self, name: str, part: StagePart, *, split: bool) -> float:
+        """Bytes of temporaries of the largest program of a part of module `name` on a device.
+
+        Args:
+          name: the module's name, such as "llm".
+          part: such as `estimate.parts["llm.0"]`.
+          split: whether its backward is split into B and W.
+        """
+        temporaries = self._temporaries(name, part) * (self.stage_memory(name).split if split else 1.0)
+        return max(temporaries, self.gathered_bytes(name, part))
+
+    def gathered_bytes(self, name: str, part: StagePart) -> float:
         """Bytes of the whole parameters that a lane gathers; as many are there in shards when it joins them."""
         layout, states = self.candidate.layouts[name], self._states(name, part)
         return states.parameters * layout.optimizer_shards if layout.pulls else 0.0
@@ -59,10 +77,10 @@ class Estimate(StepSeconds):
         module, layout = self.work.modules[name], self.candidate.layouts[name]
         transferred = transferred_bytes(module, layout, self.work.item)
         if layout.scatters_gradients:  # the gradients of other layers are shards already
-            transferred -= self._memory(name).fixed_layer * part.layers * (1 - 1 / layout.optimizer_shards)
+            transferred -= self.stage_memory(name).fixed_layer * part.layers * (1 - 1 / layout.optimizer_shards)
         if layout.ep > 1:  # a clock has those of all experts on each rank
-            transferred += self._memory(name).running(part, self._scale(name))
-            transferred -= module.memory[layout.tp].running(part, self._scale(name))
+            transferred += self.stage_memory(name).running(part, self.scale(name))
+            transferred -= module.memory[layout.tp].running(part, self.scale(name))
         return max(0.0, self._of_programs(name, part) + transferred)
 
     def _of_programs(self, name: str, part: StagePart) -> float:
@@ -125,7 +143,7 @@ class Estimate(StepSeconds):
         peaks = {}
         for stage, lanes in kinds.items():
             if "W" in lanes[0]:
-                memory, part = self._memory(self.graph.stage(stage).module), self.parts[stage]
+                memory, part = self.stage_memory(self.graph.stage(stage).module), self.parts[stage]
                 peaks[stage] = fullest_split(
                     lanes.values(), residuals=memory.residuals.of(part), deferred=memory.deferred.of(part)
                 )
@@ -161,7 +179,7 @@ class Estimate(StepSeconds):
             most = -(-self.candidate.span // layout.lanes)
             in_flight = most if phased else min(most, layout.pp + ahead)
             part = StagePart(layers=min(len(run) for run in layout.runs(module.layers)))
-            row = self._memory(name).residuals.of(part) * self._scale(name)
+            row = self.stage_memory(name).residuals.of(part) * self.scale(name)
             residuals = row * in_flight if module.has_backward else 0.0
             states = self._states(name, part)
             copies = 0.0 if self.work.item == MASTER else states.copies

@@ -48,7 +48,8 @@ def _expert_layouts(module: ModuleWork, layout: Layout) -> list[Layout]:
 def shard_values(module: ModuleWork, layout: Layout) -> tuple[str, ...]:
     """The values of `Layout.shard` that a module may have in a layout, those that take less memory last.
 
-    Lanes have no shards, and a module without gradients has none of them to share.
+    Lanes have no shards: pulled parameters are whole at the fullest moment (``Layout.gather = 'pull'``). A module
+    without gradients has none of them to share.
 
     Args:
       module: what it computes, such as `read_work(recipe).modules["llm"]`.

@@ -68,7 +68,7 @@ class StepSeconds:
         seconds: dict[CostKey, float] = {}
         for node in self.graph.stages:
             part = self.parts[node.name]
-            stage = self._pass_seconds(node.module, part)
+            stage = self.pass_seconds(node.module, part)
             seconds["F", node.name, False] = stage.forward
             seconds["B", node.name, False] = stage.backward
             if "W" in self._kinds(node):
@@ -78,7 +78,7 @@ class StepSeconds:
             once = self._once(node.module, node.index, part)
             seconds |= {(kind, node.name, False): cost for kind, cost in once.items()}
             if node.gather:
-                gather = self._gather_seconds(node.module, part)
+                gather = self.gather_seconds(node.module, part)
                 seconds |= {("gather", node.name, backward): gather for backward in (False, True)}
             if node.stashes:
                 copy = self.clock.of(node.module).copy(self._residual_bytes(node))
@@ -96,8 +96,11 @@ class StepSeconds:
         flops = module.backward.of(part)
         return module.weight_gradients.of(part) / flops if flops else 0.0
 
-    def _pass_seconds(self, name: str, part: StagePart) -> PassSeconds:
-        """Seconds of a microbatch in a stage of module `name`, with its cp communication and the host's time."""
+    def pass_seconds(self, name: str, part: StagePart) -> PassSeconds:
+        """Seconds of a microbatch in a stage of module `name`, with its communication and the host's time.
+
+        part: the part of the module that the stage has, such as `StagePart(layers=16)`. Gathers of lanes are not in it.
+        """
         layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
         module, first = self.work.modules[name], layout.first_rank(0) - self.candidate.kind_start(name)
         share = expert_sums(module, layout)
@@ -175,8 +178,11 @@ class StepSeconds:
             copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}
         return {"prepare": gather + op, "reduce": reduce + op, "update": op, **copies}
 
-    def _gather_seconds(self, name: str, part: StagePart) -> float:
-        """Seconds in which a lane gathers the parameters of its stage, with the host's time."""
+    def gather_seconds(self, name: str, part: StagePart) -> float:
+        """Seconds in which a lane gathers the parameters of a part of module `name`, with the host's time.
+
+        part: such as `StagePart(layers=16, first=True, last=True)`.
+        """
         layout, clock = self.candidate.layouts[name].across_lanes, self.clock.of(name)
         groups, first = shared_states(self.work, name, part, layout), layout.first_rank(0)
         first -= self.candidate.kind_start(name)
@@ -242,7 +248,7 @@ class StepSeconds:
         first = exclusive = once = 0.0
         for name, module in self.work.modules.items():
             layout, parts = self.candidate.layouts[name], module.parts(self.candidate.layouts[name])
-            passes = {part: self._pass_seconds(name, part) for part in set(parts)}
+            passes = {part: self.pass_seconds(name, part) for part in set(parts)}
             once = max(once, self.once_seconds(name))
             for index, part in enumerate(parts):
                 seconds = passes[part].forward + passes[part].backward
@@ -422,15 +428,15 @@ class StepSeconds:
         layout = self.candidate.layouts[name]
         return layout.dp * self.work.modules[name].context(layout)
 
-    def _scale(self, name: str) -> float:
-        """Rows of a microbatch on a rank of a module, counted in rows of the module's `width`."""
+    def scale(self, name: str) -> float:
+        """Rows of a microbatch on a rank of module `name`, counted in rows of the module's `width`."""
         rows, width = self._shape(name)
         return rows * width / self.work.modules[name].width
 
-    def _memory(self, name: str) -> StageMemory:
-        """Bytes that a device of a module needs for rows and programs."""
+    def stage_memory(self, name: str) -> StageMemory:
+        """Bytes that a device of module `name` needs for rows and programs."""
         return self.work.modules[name].stage_memory(self.candidate.layouts[name])
 
     def _residual_bytes(self, node: StageNode) -> float:
         """Bytes of residuals that a device keeps of a microbatch from a stage's F to its B."""
-        return self._scale(node.module) * self._memory(node.module).residuals.of(self.parts[node.name])
+        return self.scale(node.module) * self.stage_memory(node.module).residuals.of(self.parts[node.name])

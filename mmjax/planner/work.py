@@ -308,6 +308,18 @@ class ModuleWork:
             experts=None,
         )
 
+    def with_flops(self, factor: float) -> ModuleWork:
+        """The same module with `factor` times the FLOPs of layers and ends, such as 0.8 where rows have short pieces.
+
+        The products of experts, which see no other token, stay the same.
+        """
+        return replace(
+            self,
+            forward=self.forward.times(factor),
+            backward=self.backward.times(factor),
+            recompute=self.recompute.times(factor),
+        )
+
     def stage_memory(self, layout: Layout) -> StageMemory:
         """The bytes that a device needs in a layout, whose tp is one of those in `memory`."""
         plain = self.memory[layout.tp]

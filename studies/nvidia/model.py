@@ -185,7 +185,7 @@ class MegatronEstimate(Estimate):
     def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         """As in the base class, but the reduction of gradients overlaps with the last backward."""
         made = super()._once(name, index, part)
-        return made | {"reduce": max(0.0, made["reduce"] - self._pass_seconds(name, part).backward)}
+        return made | {"reduce": max(0.0, made["reduce"] - self.pass_seconds(name, part).backward)}
 
     def _exchange(self, name: str, part: StagePart, compute: PassSeconds) -> tuple[float, float]:
         """As in the base class, but the ring hides behind the seconds of attention, not behind its share of FLOPs."""
@@ -232,7 +232,7 @@ class MegatronEstimate(Estimate):
 
     def _both(self, name: str, part: StagePart) -> float:
         """Seconds of forward and backward of a microbatch."""
-        seconds = self._pass_seconds(name, part)
+        seconds = self.pass_seconds(name, part)
         return seconds.forward + seconds.backward
 
     def _device_bytes(self, stage: str) -> DeviceBytes:

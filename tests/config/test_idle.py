@@ -74,6 +74,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Digits.level": ("(0.1, 0.2)", (), HEARD),
     "Digits.noise": ("(0.1, 0.2)", (), HEARD),
     "Digits.draw": ("0.5", (), PAINTED),
+    "Digits.drawn_scale": ("2", (), (*PAINTED,)),
     "Checkpoint.copy_frozen": ("False", (), (*FROZEN, "Checkpoint.init_from='x'")),
     "vision/ViT.rope_theta": ("50.0", ("vision/ViT.positions='learned2d'",), ()),
     "vision/ViT.grid": ("16", (), ("vision/ViT.positions='learned2d'",)),

@@ -216,6 +216,18 @@ def test_drawings_are_read() -> None:
     assert len(read_drawing(np.full((8, 16, 1), np.nan, np.float32), 2)) == 2
 
 
+def test_drawings_are_larger_by_a_scale_and_are_read_so() -> None:
+    large = source(replace(CONFIG, drawn_scale=3))
+    drawn = [index for index in range(20) if large.plan(index).drawn]
+    assert len(drawn) > 3 and large.worst_case().patches["painter"] == 9 * source().worst_case().patches["painter"]
+    for index in drawn:
+        (canvas,), (small,) = (each.sample(index).media["painter"] for each in (large, source()))
+        assert canvas.shape == (24, 72, 1)
+        np.testing.assert_array_equal(canvas, small.repeat(3, axis=0).repeat(3, axis=1))
+        digits = len(large.plan(index).drawn)
+        assert read_drawing(canvas, digits, 3) == read_drawing(small, digits)
+
+
 def test_a_generator_is_wanted_for_drawings() -> None:
     with pytest.raises(ConfigError, match=r"Digits\.draw=1\.0: nothing in the model draws; set it to 0\.0"):
         make_source(DataSpec(DATA, task=CONFIG), {"vision": SPECS["vision"]}, seed=0, split="train")

@@ -89,7 +89,8 @@ def test_lanes_that_pull_hold_shards_and_one_copy_and_hide_their_pulls() -> None
     parameters = 4 * GIGA * work.item
     states = [each._states("vision", each.parts["vision.0"]) for each in (whole, pulled)]
     assert states[1].parameters == pytest.approx(states[0].parameters / 4) == parameters / 4
-    assert pulled._gathered("vision", pulled.parts["vision.0"]) == parameters
+    assert pulled.gathered_bytes("vision", pulled.parts["vision.0"]) == parameters
+    assert pulled.most > whole.most and pulled.seconds >= whole.seconds, "so no plan searches it"
 
 
 def heavy(seconds: float) -> Work:

@@ -227,7 +227,7 @@ def test_keys_and_values_go_round_behind_attention_alone() -> None:
         for attention in (1.0, 1e-3)
     }
     rings = [
-        made._exchange(LLM, StagePart(layers=1), made._pass_seconds(LLM, StagePart(layers=1))) for made in took.values()
+        made._exchange(LLM, StagePart(layers=1), made.pass_seconds(LLM, StagePart(layers=1))) for made in took.values()
     ]
     assert rings[1] == (0.0, 0.0)
     size, own = 2 * 2 * 16384 * 4096 * 7 / 8 / H100.link, 2 * 16384 * 16385 * 4096 / 8 / H100.flops

@@ -25,6 +25,7 @@ class DigitsConfig:
     hear: the frequency of the question about a call. both, same: the frequencies of the questions about an image and a
     call (to read both; whether their digits are the same).
     draw: of drawing the digits of an image or a call, as others have written them, and saying them.
+    drawn_scale: pixels of a side of the square that a pixel of a drawn digit fills.
     turns: questions asked about each training sample (evaluation asks one).
     curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.
     """
@@ -46,11 +47,13 @@ class DigitsConfig:
     both: float = 0.0
     same: float = 0.0
     draw: float = 0.0
+    drawn_scale: int = 1
     turns: int = 1
     curriculum: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         positive("Digits.turns", self.turns)
+        positive("Digits.drawn_scale", self.drawn_scale)
         for name in ("distortion", *QUESTION_KINDS):
             not_negative(f"Digits.{name}", getattr(self, name))
         for name, least, most in (("images", 0, MOST_MEDIA), ("calls", 0, MOST_MEDIA), ("digits", 1, MOST_DIGITS)):
@@ -68,6 +71,8 @@ class DigitsConfig:
     def idle(self) -> dict[str, str]:
         """The settings without effect, given the others: the reason by name, such as "tone"."""
         reasons: dict[str, str] = {}
+        if not self.draw:
+            reasons["drawn_scale"] = f"Digits.draw={self.draw}: nothing is drawn"
         if not self.calls[1]:
             names = ("tone", "gap", "level", "noise", *CALL_QUESTIONS, *JOINT_QUESTIONS)
             reasons |= dict.fromkeys(names, f"Digits.calls={self.calls}: no sample has a call")

@@ -43,11 +43,15 @@ def classify(digits_NYX: Float[np.ndarray, "N 8 8"]) -> list[int]:
     return [int(digit) for digit in scores_NK.argmax(axis=1)]
 
 
-def read_drawing(drawing: Float[np.ndarray, "h w C"], count: int) -> str:
+def read_drawing(drawing: Float[np.ndarray, "h w C"], count: int, scale: int = 1) -> str:
     """The first `count` digits, side by side, of a drawing with values of -1 to 1, as text.
 
-    Reads the first 8 rows, and 8 columns for each digit: h must be at least 8, and w at least 8 · `count`.
+    Reads the first 8 · `scale` rows, and 8 · `scale` columns for each digit: h must be at least 8 · `scale`, and w at
+    least 8 · `scale` · `count`. A digit has 8 times 8 squares of `scale` times `scale` pixels, each read as their mean.
     """
-    grey_YX = np.clip((np.nan_to_num(drawing[:SIDE].mean(axis=2)) + 1) / 2, 0, 1)
+    height, width = SIDE * scale, SIDE * scale * count
+    pixels_YX = np.nan_to_num(drawing[:height, :width].mean(axis=2))
+    squares_YX = pixels_YX.reshape(SIDE, scale, SIDE * count, scale).mean(axis=(1, 3))
+    grey_YX = np.clip((squares_YX + 1) / 2, 0, 1)
     digits_NYX = np.stack([grey_YX[:, i * SIDE : (i + 1) * SIDE] for i in range(count)])
     return "".join(str(digit) for digit in classify(digits_NYX))

@@ -322,14 +322,15 @@ class DigitsSource:
         """
         canvas = np.full((*self._canvas, self.encoders[self.data.generator].channels), -1.0, np.float32)
         strip = np.concatenate(list(load_digits()[0][list(indices)]), axis=1)
-        canvas[:SIDE, : strip.shape[1]] = 2 * strip[:, :, None] - 1
+        strip = np.kron(strip, np.ones((self.config.drawn_scale,) * 2, np.float32))
+        canvas[: strip.shape[0], : strip.shape[1]] = 2 * strip[:, :, None] - 1
         return canvas
 
     @property
     def _canvas(self) -> tuple[int, int]:
         """Height and width of a drawing: room for the most digits, rounded up to blocks."""
-        block = self.encoders[self.data.generator].block
-        return -(-SIDE // block) * block, -(-SIDE * self.config.digits[1] // block) * block
+        block, side = self.encoders[self.data.generator].block, SIDE * self.config.drawn_scale
+        return -(-side // block) * block, -(-side * self.config.digits[1] // block) * block
 
     def worst_case(self) -> WorstCase:
         """Bounds on any sample of this source, from the configured ranges."""

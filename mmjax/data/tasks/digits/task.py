@@ -67,7 +67,7 @@ class Digits(Task):
         """The first `count` digits, side by side, of a drawing; see `recognise.read_drawing`."""
         from mmjax.data.tasks.digits.recognise import read_drawing  # fits a classifier
 
-        return read_drawing(drawing, count)
+        return read_drawing(drawing, count, self.config.drawn_scale)
 
     def changes(self, global_batch: int) -> Mapping[int, str]:
         """The later changes of the curriculum; see `Task.changes`."""

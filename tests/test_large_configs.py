@@ -1,0 +1,88 @@
+"""The configurations with experts for H100s: published sizes, layouts, and dry runs that fit.
+
+Layouts of `qwen3_moe_vlm` are those of `mmjax.plan`, of the others those of the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from trial_runs import REPOSITORY
+
+from mmjax.assembly.model import build_model
+from mmjax.config import load_config
+from mmjax.data.loader import tokenizer_of
+from mmjax.mesh.layout import Layout
+from mmjax.models.config import LLM, projector_name
+from mmjax.models.flops import parameter_count
+from mmjax.planner.accelerators import H100
+from mmjax.recipe import Recipe
+from mmjax.recipe.advice import advise
+from mmjax.train.dry_run import dry_run
+
+PULLED = Layout(lanes=4, shard="parameters", gather="pull")
+SEGMENTS = replace(PULLED, cp=4, cp_way="need", cp_tokens="segments")
+SPLIT = Layout(dp=2, pp=4, chunks=2, cp=4, ep=8, ep_way="all-to-all")
+LAYOUTS = {
+    "qwen3_moe_vlm": {"vision": Layout(dp=4, tp=2), "llm": Layout(dp=4, pp=2, tp=2, ep=4)},
+    "bigmac_understanding": {"vision": replace(SEGMENTS, dp=2), "llm": SPLIT},
+    "bigmac_generation": {
+        "vision": replace(SEGMENTS, dp=4),
+        "llm": replace(SPLIT, dp=4),
+        "painter": replace(PULLED, dp=2, tp=8),
+    },
+}
+RUNS = {
+    "qwen3_moe_vlm": (16, "zb-h1", 0.05),
+    "bigmac_understanding": (32, "nested", 0.08),
+    "bigmac_generation": (32, "nested", 0.08),
+}
+"""Microbatches, schedule, and the most of the devices' time that a step has idle."""
+PARAMETERS = {
+    "qwen3_moe_vlm": {"vision": 0.41e9, LLM: 30.53e9},
+    "bigmac_understanding": {"vision": 1.33e9, LLM: 30.53e9},
+    "bigmac_generation": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
+}
+SHORT = ("llm/Decoder.layers=8", "vision/ViT.layers=2")
+
+
+def load(name: str, *bindings: str) -> Recipe:
+    return load_config([REPOSITORY / "configs" / f"{name}.gin"], bindings)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_and_schedules(name: str) -> None:
+    recipe = load(name)
+    assert recipe.model.layouts == LAYOUTS[name] and advise(recipe) == ()
+    assert (recipe.train.microbatches, recipe.train.schedule) == RUNS[name][:2]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_the_published_sizes(name: str) -> None:
+    recipe = load(name)
+    counted = parameter_count(build_model(recipe, tokenizer_of(recipe.data.settings, recipe.model.media)))
+    for module, size in PARAMETERS[name].items():
+        assert counted[module] == pytest.approx(size, rel=0.01), module
+    assert counted[projector_name("vision")] > 2048**2, "two layers"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_dry_run_of_few_layers_has_every_program(name: str) -> None:
+    layers = SHORT + (("painter/DiT.layers=2",) if "painter" in LAYOUTS[name] else ())
+    recipe = load(name, *layers)
+    forecast = dry_run(recipe)
+    stages = {f"{module}.{stage}" for module, layout in LAYOUTS[name].items() for stage in range(layout.stages)}
+    assert set(forecast.memory) == stages and forecast.programs["F"] == len(stages)
+    assert forecast.parts.planned.bubble < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_dry_run_fits_on_h100s(name: str) -> None:
+    forecast = dry_run(load(name))
+    assert forecast.peak and forecast.peak.bytes < H100.usable
+    assert forecast.parts.planned.bubble < RUNS[name][2]
