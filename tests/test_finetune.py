@@ -59,6 +59,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen2_vl": {"config": "finetune_qwen2_vl", "folder": ORACLES / "qwen" / "qwen2_vl", **QWEN},
     "qwen3_vl": {"config": "finetune_qwen3_vl", "folder": ORACLES / "qwen" / "qwen3_vl", **QWEN},
+    "qwen3_5": {"config": "finetune_qwen3_5", "folder": ORACLES / "qwen" / "qwen3_5", **QWEN},
 }
 """By folder, what a processor has beside it."""
 ICONS = Path(matplotlib.get_data_path()) / "images"
@@ -177,6 +178,7 @@ def test_only_answers_are_learned(family: str, messages: bool, tmp_path: Path) -
         ("llava", "lora", 0.02, 0.35, 0.5),
         ("qwen2_vl", "", 0.01, 0.1, 0.8),
         ("qwen3_vl", "", 0.01, 0.1, 0.8),
+        ("qwen3_5", "", 0.01, 0.1, 0.8),
     ],
 )
 def test_icons_are_learned(name: str, part: str, rate: float, left: float, right: float, tmp_path: Path) -> None:

@@ -110,6 +110,34 @@ def test_out_of_in_of_a_deepseek_is_the_same_folder_under_a_layout(tmp_path: Pat
         assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
 
 
+@pytest.mark.long
+def test_out_of_in_of_stacked_experts_is_the_same_folder(tmp_path: Path) -> None:
+    """Qwen3.5's as published, gates before ups; the experts of each rank of ep are parts of the stacks."""
+    theirs, home = TOWER.parents[1] / "llm" / "qwen3_5_moe_text", tmp_path / "qwen"
+    tensors = everything(theirs)
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):  # as many tokens as there are bytes and marks
+        tensors[key] = np.concatenate([tensors[key]] * 4)
+    listed = {key for key in tensors if ".experts." in key}
+
+    def stack(layer: int, name: str) -> np.ndarray:
+        return np.stack([tensors[f"model.layers.{layer}.mlp.experts.{at}.{name}_proj.weight"] for at in range(6)])
+
+    stacked = {key: tensor for key, tensor in tensors.items() if key not in listed}
+    for layer in range(len([key for key in listed if ".experts.0.up_proj" in key])):
+        place = f"model.layers.{layer}.mlp.experts"
+        stacked[f"{place}.gate_up_proj"] = np.concatenate([stack(layer, "gate"), stack(layer, "up")], axis=1)
+        stacked[f"{place}.down_proj"] = stack(layer, "down")
+    home.mkdir()
+    save_file(stacked, home / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    (home / "config.json").write_text(json.dumps({**config, "vocab_size": 4 * config["vocab_size"]}))
+    layout = ("llm/Layout.tp=2", "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=4")
+    got = exported(home, layout, tmp_path)
+    assert stacked.keys() == got.keys() and listed
+    for key, tensor in stacked.items():
+        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
+
+
 def exported(home: Path, layout: Sequence[str], tmp_path: Path) -> dict[str, np.ndarray]:
     """The tensors of a folder that a run of no steps writes from those of ``home``."""
     bindings = [f"llm/Weights.path={str(home)!r}", *layout, "Train.dtype='bfloat16'", "Train.eval_samples=0"]
@@ -236,8 +264,8 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         (
             [f"Model.weights={str(folder)!r}"],
             f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of llava, "
-            "llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe; name the folder of a single module in its "
-            "Weights.path",
+            "llava_onevision, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe; name the folder of a "
+            "single module in its Weights.path",
         ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):

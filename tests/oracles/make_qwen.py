@@ -62,8 +62,12 @@ _QWEN3_5_TEXT: dict[str, Any] = dict(
 _IDS = dict(vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO, image_token_id=IMAGE)
 
 
-SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12, "qwen3_5": 15}
-"""Seeds with which ``generated`` is varied, and has no token that stands for an image."""
+SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12, "qwen3_5": 27}
+"""Seeds with which ``generated`` is varied, and has no token that stands for an image.
+
+With Qwen3.5's gradients in fp32 are 2e-5 of the largest from those in fp64; with many seeds the norm behind a small
+output of a delta layer makes it 1e-4.
+"""
 
 
 def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Makes ``generated/``: tiny models that see images, and what transformers answers to messages with files of images.
 
-    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe llava_onevision]
+    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 ...]
 
 It needs torch, transformers and Pillow, no torchvision. Tokenizers, templates and rules for images are those of
 ``processors/`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
@@ -105,6 +105,7 @@ MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "qwen2_5_vl": ("qwen2_vl", qwen("qwen2_5_vl")),
     "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),
     "qwen3_vl_moe": ("qwen3_vl", qwen("qwen3_vl_moe")),
+    "qwen3_5": ("qwen3_vl", qwen("qwen3_5")),
 }
 """By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
 

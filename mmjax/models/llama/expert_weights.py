@@ -3,7 +3,8 @@
 Values of ``model_type`` are mixtral, qwen2_moe, qwen3_moe, qwen3_5_moe_text and, in composite models, qwen3_vl_moe; of
 deepseek_v2 and deepseek_v3 the rows are here, and the configuration is in ``deepseek_weights``. A folder has a tensor
 for each expert and product, also if ``transformers`` 5 stacks them in memory. One of qwen3_vl_moe has stacks, with
-gates before ups; published folders have the transposes of what ``transformers`` 5 writes. Imports no JAX.
+gates before ups; published folders have the transposes of what ``transformers`` 5 writes. One of qwen3_5_moe_text has
+either a list or the stacks of ``transformers`` 5. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _BLOCKS = {"mixtral": "block_sparse_moe"}
 _SHARED = {"deepseek_v2": "shared_experts", "deepseek_v3": "shared_experts"}
 _PRODUCTS = {"mixtral": {"gate": "w1", "up": "w3", "down": "w2"}}
 _WITH_SHARED = ("qwen2_moe", "qwen3_5_moe_text")
+_WITH_STACKS = ("qwen3_5_moe_text",)
 _QWEN_PRODUCTS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -59,9 +61,9 @@ def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     kind = model_type if model_type in (*DEFAULTS, *QWEN3_VL, *_SHARED) else model_type_of(c)
     layers, block = range(c.dense_layers, c.layers), f"model.layers.{{}}.{_BLOCKS.get(kind, 'mlp')}"
     yield Row("layers/{}/experts/router", (f"{block}.gate.weight",), TRANSPOSED, layers=layers)
-    products = _stacked(c) if kind in QWEN3_VL else _listed(kind)
-    for name, key, view, *other_views in products:
-        leaf, keys = f"layers/{{}}/experts/{name}", (f"{block}.experts.{key}",)
+    products = _stacked(c) if kind in QWEN3_VL else _listed(c, kind)
+    for name, keys, view, *other_views in products:
+        leaf, keys = f"layers/{{}}/experts/{name}", tuple(f"{block}.experts.{key}" for key in keys)
         yield Row(leaf, keys, view, layers=layers, other_views=tuple(other_views))
     if c.router_bias:
         yield Row("layers/{}/experts/router_bias", (f"{block}.gate.e_score_correction_bias",), layers=layers)
@@ -72,22 +74,32 @@ def expert_rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
         yield Row("layers/{}/shared_gate", (f"{block}.shared_expert_gate.weight",), TRANSPOSED, layers=layers)
 
 
-def _listed(kind: str) -> Iterator[tuple[str, str, View]]:
-    """Yields name, key and view of each product of experts with a tensor for each of them."""
+Product = tuple[str, tuple[str, ...], *tuple[View, ...]]
+"""Name, keys and views of a product of experts."""
+
+
+def _listed(c: DecoderConfig, kind: str) -> Iterator[Product]:
+    """Yields each product of experts with a tensor for each of them; published folders of Qwen3.5 have stacks."""
+    stacks = {name: (key, view) for name, (key,), view, *_ in _stacked(c)} if kind in _WITH_STACKS else {}
     for name, key in _PRODUCTS.get(kind, _QWEN_PRODUCTS).items():
-        yield name, f"*.{key}.weight", TRANSPOSED_LIST
+        of_list = f"*.{key}.weight"
+        if name in stacks:
+            stack, view = stacks[name]
+            yield name, (of_list, stack), TRANSPOSED_LIST, view
+        else:
+            yield name, (of_list,), TRANSPOSED_LIST
 
 
-def _stacked(c: DecoderConfig) -> Iterator[tuple[str, str, View, View]]:
-    """Yields name, key and views of each product of stacked experts.
+def _stacked(c: DecoderConfig) -> Iterator[Product]:
+    """Yields each product of stacked experts.
 
     Tensors are ``[E, 2F, D]`` and ``[E, D, F]`` as ``transformers`` 5 writes them, ``[E, D, 2F]`` and ``[E, F, D]`` in
     published folders.
     """
     for number, name in enumerate(("gate", "up")):
         rows = number * c.expert_width, (number + 1) * c.expert_width
-        yield name, "gate_up_proj", replace(TRANSPOSED_LIST, rows=rows, axis=1), View(rows=rows, axis=2)
-    yield "down", "down_proj", TRANSPOSED_LIST, SAME
+        yield name, ("gate_up_proj",), replace(TRANSPOSED_LIST, rows=rows, axis=1), View(rows=rows, axis=2)
+    yield "down", ("down_proj",), TRANSPOSED_LIST, SAME
 
 
 def model_type_of(c: DecoderConfig) -> str:
