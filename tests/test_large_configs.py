@@ -25,7 +25,7 @@ PULLED = Layout(lanes=4, shard="parameters", gather="pull")
 SEGMENTS = replace(PULLED, cp=4, cp_way="need", cp_tokens="segments")
 SPLIT = Layout(dp=2, pp=4, chunks=2, cp=4, ep=8, ep_way="all-to-all")
 LAYOUTS = {
-    "qwen3_moe_vlm": {"vision": Layout(dp=4, tp=2), "llm": Layout(dp=4, pp=2, tp=2, ep=4)},
+    "qwen3_moe_vlm": {"vision": Layout(dp=4, tp=2), "llm": Layout(dp=4, pp=2, tp=2, ep=4, ep_way="all-to-all")},
     "bigmac_understanding": {"vision": replace(SEGMENTS, dp=2), "llm": SPLIT},
     "bigmac_generation": {
         "vision": replace(SEGMENTS, dp=4),
@@ -34,7 +34,7 @@ LAYOUTS = {
     },
 }
 RUNS = {
-    "qwen3_moe_vlm": (16, "zb-h1", 0.05),
+    "qwen3_moe_vlm": (32, "1f1b", 0.05),
     "bigmac_understanding": (32, "nested", 0.08),
     "bigmac_generation": (32, "nested", 0.08),
 }

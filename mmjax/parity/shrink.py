@@ -241,7 +241,8 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         fewer = max(1, round(c.full_layers * layers / c.layers))
         sizes["full_layers"] = fewer if c.full_layers == c.layers else min(fewer, layers - 1)
     sizes |= {name: min(getattr(c, name), SMALL["window"]) for name in ("window", "chunk")}
-    sizes |= {name: layers for name in ("full_every", "attention_every") if getattr(c, name) > layers > 1}
+    every = ("full_every", *(("attention_every",) if c.delta_heads else ()))
+    sizes |= {name: layers for name in every if getattr(c, name) > layers > 1}
     sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
     return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
 

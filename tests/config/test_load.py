@@ -171,6 +171,7 @@ def old_text(recipe: Recipe) -> str:
     """The operative config as earlier versions wrote it."""
     text = operative_config(dataclasses.replace(recipe, data=recipe.data.with_settings(sources={})))
     data = f"Data.sources = {recipe.data.settings.sources!r}\n"
+    text = text.replace("Digits.drawn_scale = 1\n", "")  # is newer than task settings
     return text.replace("Digits.", "Data.").replace("Data.sources = {}\n", data)
 
 
