@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -43,10 +44,13 @@ def test_times_follow_flops_and_bytes() -> None:
     llm = timed(GENERATION, LLM, [ROW], lanes=4)
     token = 2 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128 + 8 * 3 * 2048 * 768)
     flops = 8192 * token + 4 * 4096 * 8192 * 8193 / 2  # causal: half of all pairs
-    sent = 2048 * 2048 * 2 * 8 * 1.5 * 7 / 8  # of a GPU's tokens to 8 experts in bf16, by a buffer of 1.5
+    share = 1 - math.comb(112, 8) / math.comb(128, 8)  # of tokens go to a GPU with 16 experts
+    sent = 2048 * 2048 * 2 * 8 * 1.5 * share * 7 / 8 / LINK  # once to each GPU in bf16, by a buffer of 1.5
+    experts = 8192 * 2 * 8 * 3 * 2048 * 768 / REACHED  # beside which one half of the tokens is sent
     keys = 8192 * 4 * 256 * 2 / 4 * 3 / 4  # the first of four heads of the other GPUs' tokens
-    assert llm.seconds == pytest.approx(flops / REACHED + (2 * sent + keys) / LINK, rel=1e-3)
-    backward = 3 * flops / REACHED + (3 * sent + 4 * keys) / LINK  # with recompute; gradients of keys are in fp32
+    assert llm.seconds == pytest.approx(flops / REACHED + 2 * sent - min(sent, experts) + keys / LINK, rel=1e-3)
+    # With recompute; gradients of keys are in fp32.
+    backward = 3 * flops / REACHED + 3 * sent - min(2 * sent, 3 * experts) + 4 * keys / LINK
     assert llm.backward == pytest.approx(backward / llm.seconds, rel=1e-3)
     assert llm.layers == 48 + head_layers(GENERATION, LLM)
     flops = PATCHES * 24 * 1664**2 + 4 * 1664 * (2048**2 + 1024**2 + 512**2)
