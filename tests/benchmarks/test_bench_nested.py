@@ -82,10 +82,10 @@ def test_bytes_are_states_and_what_is_in_flight() -> None:
     encoder, quarter = vision.whole, StagePart(layers=12, first=True)
     kept = [
         made.stage_memory(name).residuals.of(part) * rows / 4
-        for name, part, rows in ((VISION, encoder, PATCHES / 1936), (LLM, quarter, 1))
+        for name, part, rows in ((VISION, encoder, PATCHES / vision.width), (LLM, quarter, 1))
     ]
     inputs = [made.stage_memory(name).inputs.of(part) for name, part in ((VISION, encoder), (LLM, quarter))]
-    inputs_of_steps = 2 * (4 * PATCHES / 1936 * inputs[0] + 16 * inputs[1]) / 4
+    inputs_of_steps = 2 * (4 * PATCHES / vision.width * inputs[0] + 16 * inputs[1]) / 4
     assert held.activations == pytest.approx(4 * kept[0] + 4 * kept[1] + inputs_of_steps)
     experts = 12 * 128 * 3 * 2048 * 768
     dense = 12 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128) + 151_936 * 2048
@@ -97,10 +97,10 @@ def test_bytes_are_states_and_what_is_in_flight() -> None:
     for count in (16, 24):
         (split,) = trials(_system("nested, zb-h1"), modules, count, (4,), move=0.0)
         most.append(memory(split.timeline.schedule, split.placement, workload, rows, lanes=4))
-    deferred = made.stage_memory(VISION).deferred.of(encoder) * PATCHES / 1936 / 4
+    deferred = made.stage_memory(VISION).deferred.of(encoder) * PATCHES / vision.width / 4
     assert most[0].activations > deferred, "from B to W"
     last = made.stage_memory(LLM).inputs.last  # the last stage's ranks are the fullest
-    more_inputs = 2 * (2 * PATCHES / 1936 * inputs[0] + 8 * last) / 4
+    more_inputs = 2 * (2 * PATCHES / vision.width * inputs[0] + 8 * last) / 4
     assert most[1].activations - most[0].activations == pytest.approx(more_inputs), "and no longer"
 
 
