@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,27 @@ def leaf_shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 with random numbers in bf16, in several files; the last one has a single tensor."""
     c = DecoderConfig(layers=3, width=16, heads=2, kv_heads=2, mlp=16, vocab=260, qkv_bias=True, norm_eps=1e-6)
-    shapes, rng = leaf_shapes(c), np.random.default_rng(0)
     home = tmp_path_factory.mktemp("folder") / "qwen"
+    write_drawn(c, home, shard_bytes=8000)
+    assert len(list(home.glob("model-*.safetensors"))) > 3
+    (home / "tokenizer_config.json").write_text("{}")
+    return home
+
+
+def write_drawn(c: DecoderConfig, home: Path, **options: Any) -> None:
+    """A folder of a language model in bf16, whose parameters are drawn."""
+    shapes, rng = leaf_shapes(c), np.random.default_rng(0)
 
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", shard_bytes=8000)
-    assert len(list(home.glob("model-*.safetensors"))) > 3
-    (home / "tokenizer_config.json").write_text("{}")
-    return home
+    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", **options)
+
+
+def assert_same_bits(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert actual[key].dtype == tensor.dtype and np.array_equal(actual[key], tensor), key
 
 
 def everything(path: Path) -> dict[str, np.ndarray]:
@@ -92,12 +103,8 @@ def test_out_of_in_of_a_deepseek_is_the_same_folder_under_a_layout(tmp_path: Pat
     sizes |= dict(kv_rank=6, q_rank=10, nope_head_dim=5, rope_head_dim=4, v_head_dim=3, experts=4, expert_mlp=8)
     sizes |= dict(shared_experts=1, dense_layers=1, router="sigmoid", router_bias=True, router_scale=2.5)
     c = DecoderConfig(**sizes)
-    shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "deepseek"
-
-    def read(names: Collection[str]) -> dict[str, np.ndarray]:
-        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
-
-    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16")
+    rng, home = np.random.default_rng(1), tmp_path / "deepseek"
+    write_drawn(c, home)
     tensors = everything(home)
     for key in [key for key in tensors if key.endswith("e_score_correction_bias")]:
         tensors[key] = rng.normal(size=4).astype(np.float32)
@@ -105,9 +112,8 @@ def test_out_of_in_of_a_deepseek_is_the_same_folder_under_a_layout(tmp_path: Pat
     save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
     layout = ("llm/Layout.tp=2", "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=4")
     got = exported(home, layout, tmp_path)
-    assert tensors.keys() == got.keys() and len([t for t in got.values() if t.dtype == np.float32]) == 2
-    for key, tensor in tensors.items():
-        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
+    assert len([t for t in got.values() if t.dtype == np.float32]) == 2
+    assert_same_bits(got, tensors)
 
 
 @pytest.mark.long
@@ -133,9 +139,8 @@ def test_out_of_in_of_stacked_experts_is_the_same_folder(tmp_path: Path) -> None
     (home / "config.json").write_text(json.dumps({**config, "vocab_size": 4 * config["vocab_size"]}))
     layout = ("llm/Layout.tp=2", "llm/Layout.dp=2", "llm/Layout.ep=2", "vision/Layout.rank_offset=4")
     got = exported(home, layout, tmp_path)
-    assert stacked.keys() == got.keys() and listed
-    for key, tensor in stacked.items():
-        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
+    assert listed
+    assert_same_bits(got, stacked)
 
 
 def exported(home: Path, layout: Sequence[str], tmp_path: Path) -> dict[str, np.ndarray]:
@@ -159,12 +164,8 @@ def test_out_of_in_of_a_qwen35_is_the_same_folder_under_a_layout(tmp_path: Path,
     sizes: dict[str, Any] = dict(layers=3, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=261, norm_eps=1e-6)
     sizes |= dict(qk_norm=True, norm_plus_one=True, attention_gate=True, rope_share=0.25, attention_every=2)
     c = DecoderConfig(**sizes, delta_heads=2, delta_value_heads=4, delta_key_dim=6, delta_value_dim=5)
-    shapes, rng, home = leaf_shapes(c), np.random.default_rng(0), tmp_path / "qwen"
-
-    def read(names: Collection[str]) -> dict[str, np.ndarray]:
-        return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
-
-    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16")
+    rng, home = np.random.default_rng(1), tmp_path / "qwen"
+    write_drawn(c, home)
     tensors = everything(home)
     for key in [key for key in tensors if key.endswith("A_log")]:
         tensors[key] = rng.normal(size=4).astype(np.float32)
@@ -176,9 +177,8 @@ def test_out_of_in_of_a_qwen35_is_the_same_folder_under_a_layout(tmp_path: Path,
     tensors["mtp.fc.weight"] = tensors["lm_head.weight"]
     save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
     got = exported(home, ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4"), tmp_path)
-    assert tensors.keys() == got.keys() and len([t for t in got.values() if t.dtype == np.float32]) == 2
-    for key, tensor in tensors.items():
-        assert got[key].dtype == tensor.dtype and np.array_equal(got[key], tensor), key
+    assert len([t for t in got.values() if t.dtype == np.float32]) == 2
+    assert_same_bits(got, tensors)
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ layer keeps what it has received. See `mmjax.models.experts.exchange`.
 from __future__ import annotations
 
 from mmjax.mesh.layout import Layout
-from mmjax.models.experts.exchange import HALF_TOKENS
+from mmjax.models.experts.sizes import HALF_TOKENS
 from mmjax.planner.clock import Clock, PassSeconds, group_exchange, group_ring
 from mmjax.planner.work import ExpertWork, ModuleWork, StagePart
 

@@ -8,13 +8,13 @@ every quantity of a module (`Shares`). A row is padded to `width` positions, and
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
+from mmjax.models.experts.sizes import sent_share
 from mmjax.pipeline.state_bytes import Sharded, StateBytes, state_bytes
 
 
@@ -161,9 +161,8 @@ class ExpertWork:
         """
         if layout.ep_way == "ring" or not self.buffer:
             return layout.ep
-        others = self.count - self.count // layout.expert_ranks
-        sent = 1 - math.comb(others, self.per_token) / math.comb(self.count, self.per_token)
-        return layout.ep * min(1.0, self.buffer * sent)
+        share = sent_share(self.count, self.per_token, self.count // layout.expert_ranks)
+        return layout.ep * min(1.0, self.buffer * share)
 
     def uses(self, layout: Layout) -> int:
         """How often a layer's experts are used in a microbatch: in a ring, for each rank's tokens."""

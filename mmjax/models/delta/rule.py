@@ -48,7 +48,7 @@ class TokenHeads(NamedTuple):
 
 
 def starts_of(segments_BT: Int[Array, "B T"], before_B1: Int[Array, "B 1"]) -> Bool[Array, "B T"]:
-    """Where a sample begins. ``before_B1`` are the segments of the tokens before; padding, segment 0, begins none."""
+    """Whether a token begins a sample; padding, segment 0, does not. ``before_B1``: the segments of tokens before."""
     previous_BT = jnp.concatenate([before_B1, segments_BT[:, :-1]], axis=1)
     return (segments_BT != previous_BT) & (segments_BT != 0)
 
@@ -110,7 +110,7 @@ def _rule_forward(rule: _Rule, heads: TokenHeads, starts_BT: Array, state: Array
     blocks = _blocks(heads, starts_BT)
     transfers = None
     if rule.axes:
-        transfers = _all_ranks(_transfer(rule.chunks, blocks, state), rule.axes)
+        transfers = lax.all_gather(_transfer(rule.chunks, blocks, state), rule.axes)
         state = _state_of_rank(transfers, state, rule.axes)
 
     def step(state: Array, heads: Heads) -> tuple[Array, tuple[Array, Array]]:
@@ -134,7 +134,7 @@ def _rule_backward(rule: _Rule, residuals: Any, gradients: tuple[Array, Array]) 
     )
     d_state = jnp.zeros_like(states[0])
     if rule.axes:
-        d_starts = _all_ranks(_state_gradient(rule.chunks, blocks, d_out, d_state), rule.axes)
+        d_starts = lax.all_gather(_state_gradient(rule.chunks, blocks, d_out, d_state), rule.axes)
         d_state = _gradient_of_rank(transfers, d_starts, rule.axes)
 
     def step(d_state: Array, xs: tuple[Heads, Array, Array]) -> tuple[Array, Heads]:
@@ -208,7 +208,7 @@ def _transfer(chunks: ChunkRule, blocks: Heads, state: Array) -> Array:
     """M and U of this rank's tokens side by side, ``[B, G, R, K, K + V]``."""
     K = state.shape[-2]
     identity = jnp.broadcast_to(jnp.eye(K, dtype=state.dtype), (*state.shape[:-1], K))
-    start = jnp.concatenate([identity + state[..., :1] * 0, jnp.zeros_like(state)], axis=-1)
+    start = jnp.concatenate(jax_compat.alike(identity, jnp.zeros_like(state)), axis=-1)
 
     def step(both: Array, heads: Heads) -> tuple[Array, None]:
         block = chunks.block(heads)
@@ -227,11 +227,6 @@ def _state_gradient(chunks: ChunkRule, blocks: Heads, d_out: Array, d_state: Arr
         return chunks.state_gradient(chunks.block(heads), d_out.astype(jnp.float32), d_state)[0], None
 
     return lax.scan(step, d_state, (blocks, d_out), reverse=True)[0]
-
-
-def _all_ranks(x: Array, axes: tuple[str, ...]) -> Array:
-    """The arrays of all ranks, stacked along a first dimension."""
-    return lax.all_gather(x, axes)
 
 
 def _state_of_rank(transfers: Array, state: Array, axes: tuple[str, ...]) -> Array:

@@ -77,7 +77,7 @@ class TokenRows(NamedTuple):
     @property
     def weights_M(self) -> Float[Array, " M"]:
         """The weight of each row's choice. Rows of no choice have any weight."""
-        return self.weights_Nk.reshape(-1)[self.dispatch.choices_M]
+        return send_weights(self.weights_Nk, self.dispatch)
 
 
 def sort_by_expert(experts_Nk: Int[Array, "N k"], experts: int, most: int) -> Dispatch:

@@ -27,11 +27,10 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.experts.dispatch import Dispatch, TokenRows, add_rows, send_rows, sort_by_expert
+from mmjax.models.experts.sizes import HALF_TOKENS
 
 Compute = Callable[[Sequence[TokenRows]], list[Array]]
 """The sums ``[N, D]`` of the weighted results of each token's local experts, for each part of the tokens."""
-HALF_TOKENS = 1024
-"""The least number of a rank's tokens in a half: products of fewer take longer in halves than the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from mmjax import jax_compat
 from mmjax.mesh.spread import EXPERT_MLP, EXPERTS, Axes
 from mmjax.models.context import Context
 from mmjax.models.experts.exchange import AllToAll, LocalExperts, compute_all_to_all, compute_in_ring, compute_local
-from mmjax.models.experts.mlp import divisible, expert_mlps
+from mmjax.models.experts.mlp import expert_mlps, reads_in_place
 from mmjax.models.experts.router import Router, route, router_sums
 from mmjax.models.sequence_parallel import sp_scatter
 
@@ -102,4 +102,4 @@ def _exchanged(
         tokens=partial(router.buffer_tokens, experts=experts.count),
         rows=partial(router.buffer_rows, experts=experts.count),
     )
-    return compute_all_to_all(compute, experts, exchange, *flat, halves=divisible(p))
+    return compute_all_to_all(compute, experts, exchange, *flat, halves=reads_in_place(p))

@@ -28,7 +28,6 @@ from mmjax.models.experts.dispatch import (
     TokenRows,
     add_rows,
     send_rows,
-    send_weights,
     sum_of_choices,
     values_of_choices,
 )
@@ -42,7 +41,7 @@ from mmjax.models.weight_gradients import summed
 def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[Array, "N D"]]:
     """The weighted sum of the results of each token's experts, for each part; with tp this rank's part of it.
 
-    It is one use of each weight. Several parts are for weights of which ``divisible`` is true.
+    It is one use of each weight. Several parts are for weights of which ``reads_in_place`` is true.
 
     Args:
       p: arrays, handles, tapped or summed weights, or weights with an adapter, of the local experts: "gate", "up" and
@@ -50,7 +49,7 @@ def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[
       parts: parts of the tokens.
     """
     weights = [p[name] for name in ("gate", "up", "down")]
-    if not divisible(p):
+    if not reads_in_place(p):
         return [_of_copied_rows(weights, part) for part in parts]
     for part in parts:
         for weight in weights:
@@ -60,16 +59,17 @@ def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[
     return _mlps(list(parts), [with_mark(w, GROUPED) for w in weights], None)
 
 
-def divisible(p: Mapping[str, Any]) -> bool:
-    """Whether the tokens may come in parts: where weights have no adapters and no gradients that are left to W ops."""
+def reads_in_place(p: Mapping[str, Any]) -> bool:
+    """Whether features are read where tokens are, which may come in parts: where weights have no adapters and no
+    gradients that are left to W ops.
+    """
     return not any(isinstance(p[name], Adapted | Tapped) for name in ("gate", "up", "down"))
 
 
 def _of_copied_rows(weights: Sequence[Any], part: TokenRows) -> Float[Array, "N D"]:
     dispatch = part.dispatch
-    x_MD, weights_M = send_rows(part.h_ND, dispatch), send_weights(part.weights_Nk, dispatch)
-    gate_MF, up_MF = grouped_products(x_MD, weights[:2], dispatch.sizes_E)
-    (y_MD,) = grouped_products(_inner(gate_MF, up_MF, weights_M), weights[2:], dispatch.sizes_E)
+    gate_MF, up_MF = grouped_products(send_rows(part.h_ND, dispatch), weights[:2], dispatch.sizes_E)
+    (y_MD,) = grouped_products(_inner(gate_MF, up_MF, part.weights_M), weights[2:], dispatch.sizes_E)
     return add_rows(y_MD, dispatch)
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.models.context import Context
+from mmjax.models.experts.sizes import sent_share
 from mmjax.models.handles import opened
 from mmjax.models.layers import linear
 from mmjax.models.taps import Value
@@ -61,17 +62,14 @@ class Router:
 
     def buffer_tokens(self, tokens: int, experts: int) -> int:
         """The most of a rank's ``tokens`` tokens that it sends to another with ``experts`` experts, which is static."""
-        return min(tokens, math.ceil(self.buffer * tokens * self.sent_share(experts))) if self.buffer else tokens
+        share = sent_share(self.experts, self.per_token, experts)
+        return min(tokens, math.ceil(self.buffer * tokens * share)) if self.buffer else tokens
 
     def buffer_rows(self, tokens: int, experts: int) -> int:
         """Rows of a rank with ``experts`` experts for the choices of ``tokens`` tokens of all ranks: static."""
         worst = tokens * min(self.per_token, experts)
         mean = tokens * self.per_token * experts / self.experts
         return min(worst, math.ceil(self.buffer * mean)) if self.buffer else worst
-
-    def sent_share(self, experts: int) -> float:
-        """The share of tokens with a choice among ``experts`` experts, under equal loads."""
-        return 1 - math.comb(self.experts - experts, self.per_token) / math.comb(self.experts, self.per_token)
 
     def routed_share(self, experts: int, *, all_to_all: bool) -> float:
         """The share of the rows of a rank's products that hold a token's choice, under equal loads.
