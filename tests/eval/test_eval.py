@@ -18,6 +18,7 @@ from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.model import build_model
 from mmjax.checkpoint import Checkpointer
 from mmjax.config import load_run_config
+from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tasks.digits.source import load_digits
 from mmjax.data.tasks.digits.task import Digits
 from mmjax.data.tokenizer import make_tokenizer
@@ -129,7 +130,7 @@ def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
         "with audio's media exchanged characters right 50.0% (both 0.0%, hear 0.0%, read 100.0%)"
     )
     # Where the task is digits, scores are of digits.
-    alone = score(samples[:1], ["1"], loss=math.log(3), task=Digits())
+    alone = score(samples[:1], ["1"], loss=math.log(3), task=Digits(DigitsConfig()))
     assert figures(alone, {}) == {
         "exact_match": 1.0, "loss": math.log(3), "perplexity": pytest.approx(3), "digit_accuracy": 1.0
     }  # fmt: skip
@@ -141,7 +142,7 @@ def test_drawings_are_scored_where_the_task_reads_them() -> None:
     pixels, digits = load_digits()
     drawn = {"painter": (2 * np.concatenate([pixels[0], pixels[1]], axis=1)[:, :, None] - 1,)}
     asked = dataclasses.replace(sample("1"), labels={"painter": (f"{digits[0]}{(digits[1] + 1) % 10}",)})
-    found = score([asked], ["1"], [drawn], task=Digits())
+    found = score([asked], ["1"], [drawn], task=Digits(DigitsConfig()))
     assert found.drawing_accuracy == figures(found, {})["drawing_accuracy"] == 0.5
     assert describe(found, {}).endswith("digits right 100.0%, digits recognised in drawings 50.0%")
     assert score([asked], ["1"], [drawn]).drawing_accuracy is None
