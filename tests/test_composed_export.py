@@ -157,7 +157,14 @@ def test_what_llava_has_not_is_named(tmp_path: Path) -> None:
     for changes, said in (
         ({"modules": {**modules, "vision": replace(tower, merge=2)}}, "vision/ViT.merge=2: LLaVA makes a token"),
         ({"modules": {**modules, "vision": replace(tower, last_norm=True)}}, "name one with Weights.layer"),
-        ({"modules": {**modules, "vision": replace(tower, patch_bias=True)}}, "vision: it is no tower of CLIP"),
+        (
+            {"modules": {**modules, "vision": replace(tower, patch_bias=True)}},
+            "clip_vision_model, has ViT.patch_bias=False",
+        ),
+        (
+            {"modules": {**modules, "vision": replace(tower, norm_eps=1e-3, norm="rms")}},
+            "vision: it is no tower of CLIP",
+        ),
         ({"projectors": {"vision": replace(projector, kind="linear")}}, "vision/Projector.kind='linear': LLaVA's"),
         ({"projectors": {"vision": replace(projector, hidden=7)}}, "vision/Projector.hidden=7: LLaVA's has the"),
     ):
