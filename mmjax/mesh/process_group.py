@@ -98,6 +98,22 @@ def find_processes(flags: Mapping[str, str], environ: Mapping[str, str] = os.env
     return Processes(coordinator=coordinator, count=count, index=index, launcher="" if complete else launcher)
 
 
+def planned_count(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> int:
+    """The number of processes of a run that is only planned: --num_processes or its variable, else 1.
+
+    Args:
+      flags, environ: as in ``find_processes``.
+
+    Raises:
+      ConfigError: it is no integer, or less than 1.
+    """
+    name, value = _setting(NAMES[1], flags, environ)
+    count = _integer(name, value)
+    if count is not None and count < 1:
+        raise ConfigError(f"{name}={count}: must be 1 or more, such as 2")
+    return count or 1
+
+
 def variable(name: str) -> str:
     """Name of the environment variable of a setting of ``NAMES`` ("coordinator", "num_processes", "process_id"):
     "MMJAX_PROCESS_ID" for "process_id".

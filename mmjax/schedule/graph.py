@@ -240,6 +240,11 @@ class StageGraph:
         edges, ties = (tuple(replace(e, gradient=False) for e in edges) for edges in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)
 
+    @property
+    def waits(self) -> bool:
+        """Whether some sender waits for its receiver."""
+        return any(edge.kind == "rendezvous" for edge in self.edges)
+
     def with_split(self) -> StageGraph:
         """The same graph with the backward of every trained stage split into B and W."""
         return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
@@ -248,18 +253,33 @@ class StageGraph:
         """The same graph, whose stages gather as `gathers` says by name; all others have whole parameters."""
         return replace(self, stages=tuple(replace(node, gather=gathers.get(node.name, "")) for node in self.stages))
 
-    def with_moves(self, kind: Literal["async", "rendezvous"]) -> StageGraph:
+    def with_moves(self, kind: Literal["async", "rendezvous"], *, within: int = 0) -> StageGraph:
         """The same graph, all of whose edges and ties between different ranks are of this kind, and gathers likewise.
 
         Without waiting, lanes pull; else their gathers are collectives.
+
+        Args:
+          kind: the kind of the moves.
+          within: ranks of a process: what lies in one process stays as it is. 0 leaves nothing as it is.
         """
         way: GatherKind = "pull" if kind == "async" else "collective"
 
+        def is_moved(source: StageNode, target: StageNode) -> bool:
+            lanes = range(math.lcm(source.lanes, target.lanes))
+            pairs = ({*source.ranks_of(m % source.lanes), *target.ranks_of(m % target.lanes)} for m in lanes)
+            return not within or any(len({rank // within for rank in ranks}) > 1 for ranks in pairs)
+
         def moved(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
-            return tuple(edge if edge.kind == "local" else replace(edge, kind=kind) for edge in edges)
+            ends = [(self.stage(edge.src), self.stage(edge.dst)) for edge in edges]
+            return tuple(
+                replace(edge, kind=kind) if edge.kind != "local" and is_moved(*pair) else edge
+                for edge, pair in zip(edges, ends, strict=True)
+            )
 
         graph = replace(self, edges=moved(self.edges), ties=moved(self.ties))
-        return graph.with_gathers({node.name: way for node in self.stages if node.gather})
+        spread = {node.name for node in self.stages if not within or len({rank // within for rank in node.ranks}) > 1}
+        gathers = {node.name: way if node.name in spread else node.gather for node in self.stages if node.gather}
+        return graph.with_gathers(gathers)
 
     def with_few_ranks(self) -> StageGraph:
         """The same graph with one rank in place of each run of ranks that have the same stages.

@@ -93,7 +93,7 @@ def list_schedule(
         return run
 
     run = run_with(reserving=True)
-    if any(edge.kind == "rendezvous" for edge in graph.edges):  # neither is shorter for all costs
+    if graph.waits:  # neither is shorter for all costs
         run = min(run, run_with(reserving=False), key=lambda run: (-len(run.started), max(run.ends)))
     if len(run.started) < len(ops):
         started = set(run.started)

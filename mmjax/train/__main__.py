@@ -21,7 +21,7 @@ from mmjax.config.flags import (
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
 from mmjax.mesh import gpu
-from mmjax.mesh.process_group import give_up, has_peers
+from mmjax.mesh.process_group import NAMES, give_up, has_peers, planned_count
 from mmjax.recipe import Recipe, advise
 from mmjax.recipe.targets import require_targets
 
@@ -34,7 +34,7 @@ FLAGS = (
         name="dry_run",
         default=False,
         doc="show layout, memory per device, programs and compile time, and end; no device is needed or touched. "
-        "With --run_dir also writes layout.png and timeline.png there.",
+        "--num_processes plans as many processes. With --run_dir also writes layout.png and timeline.png there.",
     ),
     Flag(
         name="from_scratch",
@@ -65,18 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
-            return _dry_run(recipe, run_dir, as_json=bool(as_json))
+            processes = planned_count({name: str(flags.values[name]) for name in NAMES})
+            return _dry_run(recipe, run_dir, processes=processes, as_json=bool(as_json))
         join_processes(flags)
         again = bool(flags.values["from_scratch"])
         return _train(recipe, run_dir or str(default_run_dir(flags.gin_files)), from_scratch=again)
 
 
-def _dry_run(recipe: Recipe, run_dir: str, *, as_json: bool) -> int:
+def _dry_run(recipe: Recipe, run_dir: str, *, processes: int, as_json: bool) -> int:
     with importing():
         from mmjax.train.dry_run import dry_run
         from mmjax.train.files import made_run_dir
 
-    forecast = dry_run(recipe)
+    forecast = dry_run(recipe, processes=processes)
     if run_dir:
         forecast.draw(made_run_dir(run_dir))
     print(json.dumps(forecast.as_json()) if as_json else forecast.describe())

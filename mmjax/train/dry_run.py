@@ -64,6 +64,7 @@ class DryRun:
       peak: the op during which a device holds most; ``None`` where one program runs the step on all lanes, since all
         devices then hold the same.
       programs: how many programs there are, by kind.
+      processes: processes of the run.
       imbalance: by module with cp, the attended pairs of the fullest rank over those of the mean rank, in the first
         microbatches.
     """
@@ -75,6 +76,7 @@ class DryRun:
     most: Memory
     peak: Peak | None
     programs: Mapping[str, int]
+    processes: int = 1
     imbalance: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -93,13 +95,14 @@ class DryRun:
     def as_json(self) -> dict[str, Any]:
         """Every figure as JSON, as ``--dry_run --json`` prints it; sizes in bytes, times in seconds, shares in [0, 1].
 
-        By name: "devices", "layouts" and "buckets" by module, "stages" by stage, "in_flight", "most_loaded", "fullest"
-        (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or ``None``), "schedule",
+        By name: "devices", "processes", "layouts" and "buckets" by module, "stages" by stage, "in_flight",
+        "most_loaded", "fullest" (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or ``None``), "schedule",
         "planned_bubble", "cp_imbalance", "choices" (lines about settings that were chosen for GPUs) and "advice".
         """
         stages, report = self.parts.placed.stages, self.parts.report
         return {
             "devices": self.parts.world.size,
+            "processes": self.processes,
             "layouts": {name: asdict(layout) for name, layout in self.recipe.model.layouts.items()},
             "stages": {
                 name: {
@@ -207,13 +210,14 @@ class DryRun:
 
     def _bubble(self) -> str:
         planned, schedule = self.parts.planned, self.parts.schedule
+        waiting = f", {self.processes} processes that wait for each other" if schedule.graph.waits else ""
         return (
-            f"planned bubble: {planned.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches, "
+            f"planned bubble: {planned.bubble:.1%} ({schedule.name}, {schedule.microbatches} microbatches{waiting}, "
             "simulated with nominal costs)"
         )
 
 
-def dry_run(recipe: Recipe, *, device_memory: float = 0.0) -> DryRun:
+def dry_run(recipe: Recipe, *, device_memory: float = 0.0, processes: int = 1) -> DryRun:
     """Traces a run for devices that need not be here. Starts no backend, compiles nothing and writes nothing.
 
     The result has the `memory` of a device of each stage, numbers of `programs` by kind, and `str` gives a report.
@@ -221,13 +225,14 @@ def dry_run(recipe: Recipe, *, device_memory: float = 0.0) -> DryRun:
     Args:
       recipe: the configuration, as `load_config(["run.gin"])` gives it.
       device_memory: bytes of a GPU, for defaults that depend on it where the run would be on GPUs; 0 for an H100's.
+      processes: processes of the run, with as many devices each; on GPUs senders wait for receivers between them.
 
     Raises:
       ConfigError: a part of the configuration does not fit another.
     """
     source = open_source(recipe, split="train")
     recipe = with_steps(recipe, source)
-    parts = plan(recipe, source, device_memory=device_memory)
+    parts = plan(recipe, source, device_memory=device_memory, processes=processes)
     recipe = with_earlier_defaults(recipe, parts.recipe).recipe
     memory = memory_by_stage(parts.placed, parts.schedule, parts.shapes.values())
     if isinstance(parts.executor, SingleExecutor):
@@ -247,6 +252,7 @@ def dry_run(recipe: Recipe, *, device_memory: float = 0.0) -> DryRun:
         most=most,
         peak=peak,
         programs=count_kinds(programs),
+        processes=processes,
         imbalance=_imbalance(recipe, parts.packer, source),
     )
 

@@ -93,6 +93,31 @@ def test_topological_order_is_that_of_the_stages_where_edges_allow():
     assert [node.name for node in two_encoders().topological] == ["one.0", "one.1", "two.0", "llm.0", "llm.1", "llm.2"]
 
 
+def test_moves_within_a_process_do_not_wait():
+    pairs = [("eye.0", "llm.0"), ("llm.0", "llm.1"), ("llm.1", "llm.2")]
+    ranks = {"eye.0": (3,), "llm.0": (0, 1), "llm.1": (2,), "llm.2": (2,)}
+    nodes = [stage(name, stage_ranks) for name, stage_ranks in ranks.items()]
+    graph = connected(nodes, pairs, lambda src, dst: "async")
+
+    def kinds(within: int) -> list[str]:
+        return [edge.kind for edge in graph.with_moves("rendezvous", within=within).edges]
+
+    assert kinds(0) == kinds(1) == kinds(2) == ["rendezvous", "rendezvous", "local"]
+    assert kinds(3) == ["rendezvous", "async", "local"]
+    assert kinds(4) == ["async", "async", "local"] and not graph.with_moves("rendezvous", within=4).waits
+    assert graph.with_moves("rendezvous", within=3).waits and not graph.waits
+
+
+def test_moves_of_lanes_wait_where_two_lanes_are_in_several_processes():
+    nodes = [replace(stage("eye.0", (0, 1, 2, 3)), lanes=4), replace(stage("llm.0", (4, 5)), lanes=2)]
+    graph = connected(nodes, [("eye.0", "llm.0")], lambda src, dst: "async")
+    assert graph.with_moves("rendezvous", within=3).waits, "ranks 0 and 4"
+    beside = [nodes[0], replace(stage("llm.0", (0, 1, 2, 3)), lanes=2)]
+    graph = connected(beside, [("eye.0", "llm.0")], lambda src, dst: "async")
+    assert graph.with_moves("rendezvous", within=2).waits, "lane 2 sends from rank 2 to ranks 0 and 1"
+    assert not graph.with_moves("rendezvous", within=4).waits
+
+
 def test_gradients_come_back_to_what_is_trained_and_to_all_behind_it():
     ranks = {"frozen.0": (0,), "eye.0": (1, 2), "eye.1": (2, 1), "llm.0": (0,), "llm.1": (3,)}
     trained = {"eye.0"}

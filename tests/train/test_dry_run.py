@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -111,6 +112,35 @@ def test_on_gpus_one_line_has_their_settings(tmp_path: Path, monkeypatch: pytest
     flags = "--xla_gpu_enable_triton_gemm=true --xla_gpu_dot_merger_threshold_mb=0"
     line = f"GPUs: 92 % of the memory, XLA_FLAGS={flags}"
     assert line in dry_run(recipe).describe().splitlines()
+
+
+def test_senders_wait_between_processes_with_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def moves(processes: int, **settings: Any) -> list[str]:
+        path = write_tiny(tmp_path, Train_eval_samples=0, **settings)
+        assert main([f"--gin_file={path}", "--dry_run", f"--num_processes={processes}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["processes"] == processes
+        parts = dry_run(load_config([path]), processes=processes).parts
+        assert parts.planned.schedule == parts.schedule
+        return [edge.kind for edge in parts.schedule.graph.edges]
+
+    assert moves(2) == moves(1, World_platform="cuda") == ["async"]
+    assert moves(2, World_platform="cuda") == ["rendezvous"]
+    assert moves(2, World_platform="cuda", World_transport="device_put") == ["async"]
+    path = write_tiny(tmp_path, World_platform="cuda", Train_eval_samples=0)
+    assert "2 processes that wait for each other" in dry_run(load_config([path]), processes=2).describe()
+    for count, message in (
+        ("3", "--num_processes=3: must divide the 4 devices"),
+        ("0", "--num_processes=0: must be 1"),
+    ):
+        with pytest.raises(SystemExit):
+            main([f"--gin_file={path}", "--dry_run", f"--num_processes={count}"])
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("MMJAX_NUM_PROCESSES", "two")
+    with pytest.raises(SystemExit):
+        main([f"--gin_file={path}", "--dry_run"])
+    assert "MMJAX_NUM_PROCESSES='two': must be an integer" in capsys.readouterr().err
 
 
 def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:
