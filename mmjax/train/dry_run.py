@@ -96,8 +96,9 @@ class DryRun:
         """Every figure as JSON, as ``--dry_run --json`` prints it; sizes in bytes, times in seconds, shares in [0, 1].
 
         By name: "devices", "processes", "layouts" and "buckets" by module, "stages" by stage, "in_flight",
-        "most_loaded", "fullest" (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or ``None``), "schedule",
-        "planned_bubble", "cp_imbalance", "choices" (lines about settings that were chosen for GPUs) and "advice".
+        "most_loaded", "fullest" (or ``None``), "programs", "bucket_combinations", "compile_seconds" ([least, most] or
+        ``None``), "schedule", "planned_bubble", "cp_imbalance", "choices" (lines about settings that were chosen for
+        GPUs) and "advice".
         """
         stages, report = self.parts.placed.stages, self.parts.report
         return {
