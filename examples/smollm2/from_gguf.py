@@ -138,7 +138,10 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_dialogues(folder: Path) -> None:
-    """Writes scans of digits as pictures, with dialogues about them: data.jsonl, and held_out.jsonl for the last."""
+    """Writes scans of digits as pictures, with dialogues about them: data.jsonl, and held_out.jsonl for the last.
+
+    question.json has a question without a picture.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pixels, digits = load_digits()
     records = list[str]()
@@ -151,6 +154,8 @@ def write_dialogues(folder: Path) -> None:
         records.append(json.dumps({"messages": messages}) + "\n")
     (folder / "data.jsonl").write_text("".join(records[:-HELD_OUT]))
     (folder / "held_out.jsonl").write_text("".join(records[-HELD_OUT:]))
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    (folder / "question.json").write_text(json.dumps(question) + "\n")
 
 
 def main() -> None:

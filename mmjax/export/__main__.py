@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(exported, ExportedFolders):
             for folder, (modules, tensors) in exported.tensors.items():
                 print(f"{folder}: {', '.join(modules)} of step {exported.step} in {tensors} tensors")
+            if exported.images:
+                print(f"without preprocessor_config.json, transformers has no such images: {exported.images}")
             if exported.apart:
                 print(f"not one folder of a whole model: {exported.apart}")
             if exported.without:

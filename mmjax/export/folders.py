@@ -15,7 +15,7 @@ from mmjax.flags import importing
 from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import require_adapters
 from mmjax.recipe import Recipe
-from mmjax.recipe.exportable import compose_run
+from mmjax.recipe.exportable import compose_run, without_images
 
 if TYPE_CHECKING:  # see `importing`
     import numpy as np
@@ -32,12 +32,14 @@ class ExportedFolders:
       tensors: by folder, the modules whose parameters are in it, and how many tensors these are.
       without: modules that no folder can hold.
       apart: why the modules are not in one folder of a whole model; "" where they are.
+      images: why a new folder of a whole model has no rules for images; "" where it has.
     """
 
     step: int
     tensors: Mapping[str, tuple[tuple[str, ...], int]]
     without: tuple[str, ...]
     apart: str = ""
+    images: str = ""
 
 
 def export_folders(
@@ -85,7 +87,7 @@ def export_folders(
     if composed:
         tensors = write_whole(recipe, composed, read, Path(out))
         without = tuple(name for name in saved.modules if name not in (*adapters, *composed.modules))
-        return ExportedFolders(step, {str(out): (composed.modules, tensors)}, without)
+        return ExportedFolders(step, {str(out): (composed.modules, tensors)}, without, images=without_images(recipe))
     written = {}
     for path, modules in sources.items():
         target = Path(out) if len(sources) == 1 else Path(out) / modules[0]

@@ -17,13 +17,14 @@ from mmjax.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer
 from mmjax.data.turns import ASSISTANT, SYSTEM, USER
 from mmjax.models.composed import Composed, Read
 from mmjax.models.config import LLM
+from mmjax.recipe.image_processor import IMAGES, image_processor
 from mmjax.recipe.recipe import Recipe
 from mmjax.weights.folder import CONFIG
 from mmjax.weights.write import write
 
 _TEXT_FILES = ("special_tokens_map.json", "generation_config.json", "tokenizer.model")
 _TEMPLATE, _TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
-_TOKENIZER, _IMAGES, _PROCESSOR = "tokenizer.json", "preprocessor_config.json", "processor_config.json"
+_TOKENIZER, _PROCESSOR = "tokenizer.json", "processor_config.json"
 _IMAGE = "<image>"
 _WIDEST, _NARROW = "float32", ("bfloat16", "float16")
 
@@ -32,8 +33,8 @@ def write_whole(recipe: Recipe, model: Composed, read: Read, out: Path) -> int:
     """Writes the folder of a whole model: ``config.json``, weights, and files of tokenizer and image processor.
 
     Its tensors have the dtype of the modules' folders, or float32 if these differ. The tokenizer's files come from
-    ``Data.tokenizer``, with a token for images; the image processor's files come from the tower's folder. Files that do
-    not exist are left out.
+    ``Data.tokenizer``, with a token for images; the image processor's has the rules of the run's datasets. Files that
+    do not exist are left out.
 
     Args:
       recipe: the run's.
@@ -73,7 +74,7 @@ def image_token(recipe: Recipe) -> int:
 
 def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
     """The content of the folder's files beside weights and ``config.json``, by file name: "tokenizer.json",
-    "processor_config.json", "preprocessor_config.json" and others of the language model's and the tower's folders.
+    "processor_config.json", "preprocessor_config.json" and others of the language model's folder.
 
     Args:
       recipe: the run's.
@@ -94,9 +95,8 @@ def small_files(recipe: Recipe, model: Composed) -> dict[str, bytes]:
         }
         files[_PROCESSOR] = json.dumps(processor, indent=2).encode()
         files |= _text_files(recipe, text, image)
-    if tower and (Path(tower) / _IMAGES).is_file():
-        files[_IMAGES] = (Path(tower) / _IMAGES).read_bytes()
-    return files
+    images, _ = image_processor(recipe, tower, model.config["vision_config"]["num_channels"])
+    return files | ({IMAGES: images} if images else {})
 
 
 def grown_files(recipe: Recipe, folder_config: Mapping[str, Any]) -> dict[str, bytes]:

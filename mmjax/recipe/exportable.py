@@ -5,6 +5,7 @@ from __future__ import annotations
 from mmjax.configurable import ConfigError
 from mmjax.models.composed import Composed, compose
 from mmjax.models.config import projector_name
+from mmjax.recipe.image_processor import image_processor
 from mmjax.recipe.recipe import Recipe
 
 _ANY_ROWS = 2**20
@@ -33,15 +34,24 @@ def compose_run(recipe: Recipe, vocab: int, image_token: int) -> tuple[Composed 
         return None, str(error)
 
 
+def without_images(recipe: Recipe) -> str:
+    """Why the folder of a whole model has no rules for images; "" where it has. ``recipe`` is the run's."""
+    (tower,) = recipe.model.media_of("encoder")
+    return image_processor(recipe, recipe.model.folder(tower), recipe.model[tower].settings.channels)[1]
+
+
 def export_advice(recipe: Recipe) -> tuple[str, ...]:
-    """(line,), which says why a run with modules from folders cannot be exported as one folder; () if it can.
+    """(line,), which says why a run with modules from folders cannot be exported as one folder, with rules for images;
+    () if it can.
 
     () also for a run without such modules. ``recipe`` is such as ``load_config(["digits_vlm"])`` gives it.
     """
     unwritten = [name for name in _modules(recipe) if not recipe.model.folder(name)]
     if len(unwritten) == len(_modules(recipe)):
         return ()
-    _, reason = compose_run(recipe, _ANY_ROWS, 0)
+    composed, reason = compose_run(recipe, _ANY_ROWS, 0)
+    if composed and recipe.data.sources and (images := without_images(recipe)):
+        return (f"an export has no preprocessor_config.json, as transformers has no such images: {images}",)
     if not reason:
         return ()
     left_out = f"--format=safetensors leaves {', '.join(unwritten)} out"
