@@ -9,8 +9,8 @@ from typing import Any
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
-from mmjax.data.processor.files import find_chat_template, has_tokenizer, read_json
 from mmjax.data.processor import image_rules, video_rules
+from mmjax.data.processor.files import find_chat_template, has_tokenizer, read_json
 from mmjax.data.processor.image_rules import image_settings
 from mmjax.data.processor.video_rules import video_settings
 from mmjax.data.sources.config import FOLDER, SourceConfig
@@ -81,8 +81,8 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
 def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
     """The fields of a `Source` that folders decide, by name: "template", and rules for images such as "resize".
 
-    "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own; "video" and others are
-    rules for videos, if the folder's processor is one that mmjax has. The rules for images have the
+    "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own; "video" and others
+    are rules for videos, if the folder's processor is one that mmjax has. The rules for images have the
     values of ``SourceConfig``'s fields, such as {"resize": "fixed", "size": (336, 336), "mean": (0.5, 0.5, 0.5)}. {} if
     no folder decides any.
 

@@ -1,7 +1,8 @@
 """Prompts as lists of messages, in the format of transformers, and their conversion to a dataset.
 
 A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …},
-{"type": "image", "image": path} and {"type": "video", "video": path}. The last message is from the user or a tool; the model answers it.
+{"type": "image", "image": path} and {"type": "video", "video": path}. The last message is from the user or a tool; the
+model answers it.
 """
 
 from __future__ import annotations

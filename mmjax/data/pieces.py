@@ -14,7 +14,6 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import USER, Turn, last_answer, last_question, without_literals
 from mmjax.data.types import EncoderSpec
 
-
 VIDEO = "<video>"
 """The mark of a video in the text of a turn."""
 
@@ -152,8 +151,9 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
 
 
 def temporal_patches(piece: Piece, around: tuple[str, str] = ("", "")) -> list[Piece]:
-    """The pieces of a video: for each temporal patch its time, such as "<0.5 seconds>", and its medium between the texts
-    ``around``; any other piece alone.
+    """The pieces of a video: for each temporal patch its time, such as "<0.5 seconds>", and its medium.
+
+    Texts ``around`` stand before and behind each medium. Any other piece is returned alone.
     """
     if piece.kind != "video":
         return [piece]

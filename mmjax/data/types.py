@@ -225,8 +225,9 @@ class Sample:
       tokens: int32 [n], placeholders already expanded (one per merged token).
       loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
       media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
-        of patch * merge. A video is several media [h, w, frames * C], its temporal patches. A sample may have media of every encoder, of some or of none. Per generator, the media to be
-        drawn; per generator of codes, at most one array int32 [n, 1] of the codes that speak the last answer.
+        of patch * merge. A video is several media [h, w, frames * C], its temporal patches. A sample may have media of
+        every encoder, of some or of none. Per generator, the media to be drawn; per generator of codes, at most one
+        array int32 [n, 1] of the codes that speak the last answer.
       question: the text of the (last) question.
       answer: the right answer to it.
       prompt: number of `tokens` before the answer to the last question; they are the prompt of generation.
@@ -280,8 +281,8 @@ class Sample:
 class Microbatch:
     """The packed global rows of one op.
 
-    inputs["<encoder>"]: patches [R, T, frames*P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from 1 in
-    a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
+    inputs["<encoder>"]: patches [R, T, frames*P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from
+    1 in a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
     positions come before a medium's patches, up to a whole LLM token: -1, -2, … on every axis, patches of zeros.
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding; positions [B, S, 3] where the
     LLM has M-RoPE, see `mrope`), weights [B, S] float32

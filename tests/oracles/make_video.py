@@ -22,13 +22,16 @@ import transformers
 from drawn_videos import VIDEOS, drawn_video, named_video
 from make_processors import QWEN3, image_processor
 from make_qwen import END, IMAGE, MERGE, PATCH, START, VIDEO, patches_of
+from make_whole_generated import SMALL, rules
+from transformers.image_utils import load_image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 HERE = Path(__file__).parent / "video"
 FOLDERS = Path(__file__).parent
 STRIDE = 5
 RULES: dict[str, Any] = {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 40}}
-MODELS = {"qwen3_vl": 12, "qwen3_5": 17}
+MODELS = {"qwen3_vl": 12, "qwen3_5": 13}
 """Models, and the seeds of their texts, with which greedy words vary and are no token of a medium."""
 SIZES = ((16, 24), (24, 16), (8, 24))
 """Heights and widths of an image, of the frames of a video, and of those of another."""
@@ -36,6 +39,15 @@ SEQUENCES = ("tivt", "tv", "tiit")
 """``t`` is a run of text, ``i`` an image, ``v`` a video of the next number of ``TEMPORAL`` patches."""
 TEMPORAL = (3, 2)
 PROMPT, NEW = "tivt", 24
+MESSAGES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [{"type": "video", "video": "odd.mkv"}, {"type": "text", "text": "What is it?"}]}],
+    [
+        {"role": "user", "content": [{"type": "image", "image": "odd.png"}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A red ball."}]},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "video", "video": "small.mkv"}]},
+    ],
+]
+"""Messages that whole models answer; their videos are those of ``VIDEOS``."""
 
 
 def processed() -> dict[str, Any]:
@@ -203,6 +215,42 @@ def model_values(name: str, seed: int) -> dict[str, Any]:
     return values
 
 
+def answers(name: str) -> dict[str, Any]:
+    """What a whole model of ``generated/`` says to messages with videos, greedily."""
+    own = transformers.AutoTokenizer.from_pretrained(HERE / "folder")
+    small = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4 * 24 * 24}}
+    processor = Qwen3VLVideoProcessor(**small, cap_pixels_per_frame=False)
+    processor.save_pretrained(HERE / "answers")
+    images = Qwen2VLImageProcessorPil(**{**rules("qwen3_vl"), **SMALL})
+    template = (HERE / "folder" / "chat_template.jinja").read_text()
+    made = transformers.Qwen3VLProcessor(images, own, processor, chat_template=template)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(FOLDERS / "generated" / name).eval()
+    values: dict[str, Any] = {}
+    for number, asked in enumerate(MESSAGES):
+        parts = [part for message in asked for part in message["content"]]
+        names = [Path(part["video"]).stem for part in parts if part["type"] == "video"]
+        pictures = [
+            load_image(str(FOLDERS / "processors" / part["image"])) for part in parts if part["type"] == "image"
+        ]
+        given = made(
+            text=[made.apply_chat_template(asked, add_generation_prompt=True)],
+            images=[pictures] if pictures else None,
+            videos=[torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy()) for name in names],
+            video_metadata=[{"fps": VIDEOS[name][3], "total_num_frames": VIDEOS[name][0]} for name in names],
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            out = model.generate(
+                **given, do_sample=False, max_new_tokens=NEW, return_dict_in_generate=True, output_logits=True
+            )
+        said, logits = out.sequences[0, given["input_ids"].shape[1] :], torch.stack(out.logits)[:, 0]
+        best = logits.topk(2).values
+        print(name, given["input_ids"].shape, "closest", float((best[:, 0] - best[:, 1]).min()), said.tolist())
+        values |= {f"prompt_{number}": given["input_ids"][0].numpy(), f"tokens_{number}": said.numpy()}
+        values[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
+    return values
+
+
 def main() -> None:
     torch.set_num_threads(1)
     HERE.mkdir(exist_ok=True)
@@ -210,6 +258,10 @@ def main() -> None:
     if "models" not in sys.argv[1:]:
         np.savez_compressed(HERE / "values.npz", versions=versions, **processed())
         (HERE / "dialogues.json").write_text(json.dumps(dialogues(), ensure_ascii=False) + "\n")
+    (HERE / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in MESSAGES))
+    np.savez_compressed(
+        HERE / "answers.npz", **{f"{name}/{key}": own for name in MODELS for key, own in answers(name).items()}
+    )
     for name, seed in MODELS.items():
         values = model_values(name, seed)
         print(name, float(values["loss"]), float(values["lead"]), values["generated"].tolist())

@@ -131,8 +131,8 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
 
     Returns:
-      `turns`, in whose texts "<image>", "<video>" and "<recording>" mark the places of media, and `images` (with videos)
-      and `recordings`, the `Media` in the order of their marks; `id` is "" without one.
+      `turns`, in whose texts "<image>", "<video>" and "<recording>" mark the places of media, and `images` (with
+      videos) and `recordings`, the `Media` in the order of their marks; `id` is "" without one.
 
     Raises:
       Unusable: it is no record, or has something that mmjax cannot train on.

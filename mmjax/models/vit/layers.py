@@ -71,8 +71,8 @@ def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R 
     """Features of patches and class tokens, with learned positions, after the stem's norm if there is one.
 
     ``p`` are the encoder's parameters of the first stage: "patch", with "kernel" and "bias", and as the settings have
-    them "class_token", "position" and "stem_norm". P are the numbers of a patch, frames · channels · patch², and the context's
-    inputs include "patches" [R, T, P] and "positions" [R, T, 2].
+    them "class_token", "position" and "stem_norm". P are the numbers of a patch, frames · channels · patch², and the
+    context's inputs include "patches" [R, T, P] and "positions" [R, T, 2].
     """
     inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]

@@ -213,7 +213,7 @@ def test_wrong_parts_are_named(tmp_path):
         ({"images": ["a.png"], "messages": dialogue(parts({**PLACE, "index": 1}), "y")}, "1 images beside the d", ""),
         ({"messages": dialogue(parts({"type": "video"}), "y")}, "0 videos beside the dialogue for 1 places in it", ""),
         ({"messages": dialogue(["x"], "y")}, "turn 1: a part of content must be an object, not str", ""),
-        ({"question": "q", "answer": "y", "video": "x.mp4"}, "it has a video, and vision has patches of a single frame", ""),
+        ({"question": "q", "answer": "y", "video": "x.mp4"}, "it has a video, and vision has patches of a", ""),
         ({"messages": dialogue("x", parts({"type": "text"}))}, "turn 2: text=None must be a string", ""),
         ({"messages": [{"role": "system", "content": [PLACE]}]}, "turn 1: a part of content is of type 'image'", ""),
         ({"messages": dialogue(parts({**image, "image": "http://h/x.png"}), "y")}, "is a URL; media are", "http://h/x.png"),
