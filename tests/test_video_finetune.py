@@ -1,0 +1,98 @@
+"""A tiny Qwen3-VL is fine-tuned on mp4 files: it learns in which order their frames are, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trial_runs import REPOSITORY
+from video_files import write_video
+
+from mmjax.train.__main__ import main as train
+from mmjax.train.metrics import read_metrics
+
+pytest.importorskip("av")
+
+ORACLES, SIDE, FRAMES, HELD_OUT = Path(__file__).parent / "oracles", 24, 6, 24
+CONFIGS = [REPOSITORY / "configs" / name for name in ("finetune_qwen3_vl.gin", "finetune/tower.gin")]
+SETTINGS = (
+    *("Train.global_batch=16", "Train.microbatches=2", "Train.dtype=float32", "Train.log_every=1", "Train.eval_every=0"),
+    *("llm/Decoder.remat='none'", "Data.sequence_length=160", f"mine/Source.held_out={HELD_OUT}"),
+    *("Optimizer.schedule='constant'", "Optimizer.warmup=0", "Optimizer.learning_rate=0.003"),
+    *("llm/Layout.tp=1", "llm/Layout.dp=1", "vision/Layout.dp=1", f"Train.eval_samples={HELD_OUT}"),
+)
+
+
+def write_model(place: Path) -> Path:
+    """A tiny random model with tokenizer, template and rules for images and videos."""
+    for part in ("processors/qwen3_vl", "video/folder", "generated/qwen3_vl", "video/answers"):
+        shutil.copytree(ORACLES / part, place, dirs_exist_ok=True)
+    return place
+
+
+def write_videos(folder: Path, count: int, *, shuffled: bool) -> Path:
+    """mp4 files of a bar that goes to the right or to the left, and what it does; or their frames in any order.
+
+    Both kinds have the same frames, so that only their order tells them apart.
+    """
+    folder.mkdir()
+    rows = []
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        right = bool(number % 4 in (0, 3))
+        places = np.sort(rng.choice(np.arange(0, SIDE - 3, 2), FRAMES, replace=False))
+        places = places if right else places[::-1]
+        places = rng.permutation(places) if shuffled else places
+        frames = [np.full((SIDE, SIDE, 3), 30, np.uint8) for _ in places]
+        for frame, place in zip(frames, places, strict=True):
+            frame[:, place : place + 3] = 220
+        write_video(folder / f"{number}.mp4", frames, 2.0)
+        asked = [{"type": "video", "video": f"{number}.mp4"}, {"type": "text", "text": "Where?"}]
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "right" if right else "left"}]
+        rows.append({"messages": turns})
+    path = folder / "videos.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(model: Path, data: Path, run_dir: Path, steps: int, *more: str) -> list[float]:
+    """The losses of a run, by step."""
+    bindings = (f"Model.weights={str(model)!r}", f"mine/Source.path={str(data)!r}", *SETTINGS, f"Train.steps={steps}")
+    bindings += (f"Data.cache={str(data.parent / 'cache')!r}", *more)
+    flags = [*(f"--gin_file={file}" for file in CONFIGS), *(f"--gin.{binding}" for binding in bindings)]
+    assert train([*flags, f"--run_dir={run_dir}"]) == 0
+    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def evaluated(run_dir: Path) -> dict[str, Any]:
+    return [*read_metrics(run_dir / "eval.jsonl")][-1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_order_of_frames_is_learned(tmp_path: Path) -> None:
+    """With shuffled frames, the answers to other videos are guesses."""
+    model, losses, held_out = write_model(tmp_path / "model"), {}, {}
+    for shuffled in (False, True):
+        data = write_videos(tmp_path / f"videos{shuffled}", 120 + HELD_OUT, shuffled=shuffled)
+        about = ("Data.workers=1", "Checkpoint.every=0")
+        losses[shuffled] = run(model, data, tmp_path / f"run{shuffled}", 100, *about)
+        held_out[shuffled] = evaluated(tmp_path / f"run{shuffled}")
+    assert np.mean(losses[False][-5:]) < 0.05 * losses[False][0]
+    assert held_out[False]["exact_match"] > 0.8 and held_out[True]["exact_match"] < 0.75
+    assert held_out[False]["loss"] < 0.5 * held_out[True]["loss"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Bit for bit, whether videos are decoded in a worker or not."""
+    model, data = write_model(tmp_path / "model"), write_videos(tmp_path / "videos", 60, shuffled=False)
+    whole = run(model, data, tmp_path / "whole", 6, "Data.workers=0", "Checkpoint.every=3")
+    first = run(model, data, tmp_path / "parts", 3, "Data.workers=1", "Checkpoint.every=3")
+    resumed = run(model, data, tmp_path / "parts", 6, "Data.workers=1", "Checkpoint.every=3")
+    assert len(whole) == 6 and first == whole[:3] and resumed == whole
