@@ -20,7 +20,13 @@ pytest.importorskip("av")
 ORACLES, SIDE, FRAMES, HELD_OUT = Path(__file__).parent / "oracles", 24, 6, 24
 CONFIGS = [REPOSITORY / "configs" / name for name in ("finetune_qwen3_vl.gin", "finetune/tower.gin")]
 SETTINGS = (
-    *("Train.global_batch=16", "Train.microbatches=2", "Train.dtype=float32", "Train.log_every=1", "Train.eval_every=0"),
+    *(
+        "Train.global_batch=16",
+        "Train.microbatches=2",
+        "Train.dtype=float32",
+        "Train.log_every=1",
+        "Train.eval_every=0",
+    ),
     *("llm/Decoder.remat='none'", "Data.sequence_length=160", f"mine/Source.held_out={HELD_OUT}"),
     *("Optimizer.schedule='constant'", "Optimizer.warmup=0", "Optimizer.learning_rate=0.003"),
     *("llm/Layout.tp=1", "llm/Layout.dp=1", "vision/Layout.dp=1", f"Train.eval_samples={HELD_OUT}"),

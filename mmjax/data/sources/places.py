@@ -19,6 +19,16 @@ PLACES = {"image": "\ufdd6", "recording": "\ufdd7", "video": "\ufdd8"}
 """Characters for the places of parts while a dialogue is read. Unicode reserves them: no text has them."""
 _MARKS = {"image": (IMAGE,), "recording": (RECORDING, AUDIO), "video": (VIDEO,)}
 """The marks of each sort in texts; the first one stands in the text of a record."""
+_SOUND = ("use_audio_in_video", "load_audio_from_video")
+_OF_VIDEO = {
+    **{key: "a video's sound track is not heard; give it as a recording beside the video" for key in _SOUND},
+    **dict.fromkeys(("fps", "raw_fps", "sample_fps"), "set Source.fps, or Source.folder_fps for a folder of frames"),
+    **dict.fromkeys(("nframes", "num_frames"), "set Source.frames"),
+    **dict.fromkeys(("min_frames", "max_frames"), "set it for the Source"),
+    **dict.fromkeys(("min_pixels", "max_pixels", "total_pixels"), "set Source.video_pixels"),
+    **dict.fromkeys(("resized_height", "resized_width", "video_start", "video_end"), "write another file"),
+}
+"""Keys that other libraries read in a video's part, and what to do instead."""
 _SEEN = ("image", "video")
 """Sorts whose marks, in records that name no medium, mean that media are missing."""
 Find = Callable[[object, str], Media]
@@ -76,6 +86,9 @@ class Places:
         part: such as {"type": "image", "image": "a.png"}; "index" names one of the record's media by number. Raises
         Unusable if its value names no medium.
         """
+        for key in _OF_VIDEO if self.sort == "video" else ():
+            if part.get(key):
+                raise Unusable(f"a video has {key}={str(part[key])[:40]}, which is not read: {_OF_VIDEO[key]}")
         sort = "audio" if self.sort == "recording" else self.sort
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None

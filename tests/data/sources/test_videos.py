@@ -281,6 +281,18 @@ def test_marks_and_keys_of_videos(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [("use_audio_in_video", "sound track is not heard"), ("fps", "set Source.fps"), ("nframes", "set Source.frames")],
+)
+def test_keys_of_a_part_that_are_not_read_are_refused(key: str, fix: str, tmp_path: Path) -> None:
+    part = {"type": "video", "video": "a.mp4", key: 1}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]
+    with pytest.raises(ConfigError) as refusal:
+        source(tmp_path, [{"messages": turns}], rules())
+    assert f"a video has {key}=1, which is not read" in str(refusal.value) and fix in str(refusal.value)
+
+
 def talk(question: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": "x"}]
 
