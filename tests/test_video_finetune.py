@@ -12,8 +12,11 @@ import pytest
 from trial_runs import REPOSITORY
 from video_files import write_video
 
+from mmjax.assembly.samples import open_source
+from mmjax.config import load_config
 from mmjax.train.__main__ import main as train
 from mmjax.train.metrics import read_metrics
+from mmjax.train.trainer import Trainer
 
 pytest.importorskip("av")
 
@@ -102,3 +105,33 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     first = run(model, data, tmp_path / "parts", 3, "Data.workers=1", "Checkpoint.every=3")
     resumed = run(model, data, tmp_path / "parts", 6, "Data.workers=1", "Checkpoint.every=3")
     assert len(whole) == 6 and first == whole[:3] and resumed == whole
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_many_frames_fill_rows_whose_shapes_were_known_before(tmp_path: Path) -> None:
+    """64 frames are 32 segments of a row that the plan has from metadata, before any frame is decoded."""
+    model, folder = write_model(tmp_path / "model"), tmp_path / "videos"
+    folder.mkdir()
+    rows = []
+    for number in range(20):
+        frames = [np.full((SIDE, SIDE, 3), 3 * at + number, np.uint8) for at in range(70)]
+        write_video(folder / f"{number}.mp4", frames, 8.0)
+        rows.append({"video": f"{number}.mp4", "question": "Which?", "answer": str(number)})
+    path = folder / "videos.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bindings = [f"Model.weights={str(model)!r}", f"mine/Source.path={str(path)!r}", *SETTINGS, "Train.steps=1"]
+    bindings += ["mine/Source.held_out=4", "mine/Source.frames=64", "mine/Source.video_pixels=(4096, 16384)"]
+    bindings += [f"Data.cache={str(tmp_path / 'cache')!r}", "Train.global_batch=2", "Data.sequence_length=1024"]
+    recipe = load_config(CONFIGS, bindings)
+    with Trainer(recipe, tmp_path / "run", style="silent") as trainer:
+        buckets, placed = trainer.parts.packer.encoders["vision"].buckets, trainer.parts.packer
+        source = open_source(recipe, split="train")
+        samples = [source.sample(number) for number in range(1)]
+        assert len(samples[0].media["vision"]) == 32 and not samples[0].broken
+        batch = placed.microbatch(samples, 1)
+        shape = batch.inputs["vision"]["patches"].shape
+        assert shape[:2] in {*buckets} and batch.inputs["vision"]["segments"].max() >= 32 // shape[0]
+        trainer.train()
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert np.isfinite(row["loss"]) and row["vision_patches"] == 2 * 32 * source.meta(0).lengths("vision")[0]

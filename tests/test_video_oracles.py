@@ -85,7 +85,8 @@ def test_positions_are_those_of_transformers(kind: str) -> None:
 def test_a_packed_row_has_the_values_of_transformers(kind: str, tp: int) -> None:
     """All media in one row of the tower, all texts in one of the language model."""
     of = oracle(kind)
-    spec: Any = replace(of.model.encoders["vision"].module.medium, buckets=((1, PATCHES),))
+    medium: Any = of.model.encoders["vision"].module.medium
+    spec: Any = replace(medium, buckets=((1, PATCHES),))
     sizes: Any = {"microbatches": 1, "cells": 1, "pad": 0, "text": ((1, LENGTH),), "sequence_length": LENGTH}
     packer = Packer(encoders={"vision": spec}, axes=of.model.nodes["llm"].module.position_axes, **sizes)
     batch = packer.microbatch(samples(of.values), 3)

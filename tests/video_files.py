@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 
-def write_video(path: Path, frames: Sequence[np.ndarray], rate: float, *, lossless: bool = False) -> Path:
+def write_video(path: Path, frames: Iterable[np.ndarray], rate: float, *, lossless: bool = False) -> Path:
     """A file of these frames, uint8 [h, w, 3]; the ending of its name is that of the format."""
     import av
 
+    frames = list(frames)
     codec, pixels = ("ffv1", "bgr0") if lossless else ("mpeg4", "yuv420p")
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=Fraction(rate).limit_denominator(1001))

@@ -138,7 +138,7 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
     first, last = media.first_question, last_answer(turns)
     for number, turn in enumerate(turns):
         of_turn = media.of_turn(number, numbered=True, transform=template.formatted)
-        inside = [piece for whole in of_turn for piece in temporal_patches(whole)]
+        inside = [piece for of_medium in of_turn for piece in temporal_patches(of_medium)]
         if turn.is_answer:
             before, after = template.answer.split(TEXT)
             pieces += [*_marked(before), *([Piece(kind="answer")] if number == last else []), *inside]
@@ -184,10 +184,12 @@ class DialogueMedia:
     ):
         self._turns, self._by_mark, by_mark = turns, dict[str, str](), dict[str, list[Count]]()
         for name, of_encoder in counts.items():
-            videos = [count for count in of_encoder if isinstance(count, Timed)]
-            by_mark[encoders[name].mark] = [count for count in of_encoder if not isinstance(count, Timed)]
-            by_mark |= {VIDEO: videos} if videos else {}
-            self._by_mark |= {encoders[name].mark: name, **({VIDEO: name} if videos else {})}
+            mark = encoders[name].mark
+            by_mark[mark], self._by_mark[mark] = list[Count](), name
+            for count in of_encoder:
+                of_kind = VIDEO if isinstance(count, Timed) else mark
+                by_mark.setdefault(of_kind, []).append(count)
+                self._by_mark[of_kind] = name
         # Marks of encoders without media here are mere text.
         self._split = re.compile(f"({'|'.join(map(re.escape, self._by_mark))})") if self._by_mark else None
         self.first_question = next((number for number, turn in enumerate(turns) if turn.role == USER), 0)

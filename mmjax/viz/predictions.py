@@ -194,7 +194,8 @@ def as_image(medium: np.ndarray, mean: Sequence[float] = (), std: Sequence[float
       mean, std: a number for each channel of an image; () where it was not normalised.
     """
     if medium.ndim == 3:
-        medium = medium[..., : len(mean) or min(3, medium.shape[-1])]
+        first_frame = len(mean) or 3
+        medium = medium[..., :first_frame] if medium.shape[-1] >= 2 * first_frame else medium
         return medium * np.asarray(std, np.float32) + np.asarray(mean, np.float32) if len(mean) else medium
     low, high = float(medium.min()), float(medium.max())
     shares = (medium.T[::-1] - low) / max(high - low, 1e-6)

@@ -71,7 +71,7 @@ def video_settings(folder: str, image: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_alike(rules: Mapping[str, Any], image: Mapping[str, Any]) -> None:
     """Raises ConfigError unless frames are normalised as images are, which one setting says for both."""
-    wanted = {"mean": tuple(map(float, rules["image_mean"])), "std": tuple(map(float, rules["image_std"]))}
+    wanted: dict[str, object] = {key: tuple(map(float, rules[f"image_{key}"])) for key in ("mean", "std")}
     wanted["resample"] = RESAMPLES[int(rules["resample"])]
     for field, value in wanted.items():
         if image.get(field) != value:

@@ -298,13 +298,14 @@ def talk(question: str) -> list[dict[str, str]]:
 
 
 def test_settings_of_videos_are_checked() -> None:
-    for settings, named in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"video": "whole"}, "Source.video='whole'"),
         ({"frames": 1}, "Source.frames=1"),
         ({"max_frames": 2}, "Source.max_frames=2"),
         ({"video_pixels": (9, 3)}, "Source.video_pixels=(9, 3)"),
         ({"video": "timestamps", "resample": "box"}, "Source.resample='box'"),
-    ):
+    ]
+    for settings, named in cases:
         with pytest.raises(ConfigError) as refusal:
             SourceConfig(**settings)
         assert str(refusal.value).startswith(named) and "\n" not in str(refusal.value)
