@@ -101,7 +101,7 @@ def _library() -> Any:
     try:
         import av
     except (ImportError, OSError) as error:
-        fix = "pip install 'mmjax[video]', or leave videos out of the data"
+        fix = "pip install av, or leave videos out of the data"
         raise ConfigError(f"videos need the av package ({error}): {fix}") from None
     return av
 
