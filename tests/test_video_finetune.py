@@ -14,6 +14,8 @@ from video_files import write_video
 
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
+from mmjax.export.folders import export_folders
+from mmjax.generate.__main__ import main as generate
 from mmjax.train.__main__ import main as train
 from mmjax.train.metrics import read_metrics
 from mmjax.train.trainer import Trainer
@@ -98,13 +100,23 @@ def test_the_order_of_frames_is_learned(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Bit for bit, whether videos are decoded in a worker or not."""
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bit for bit, whether videos are decoded in a worker or not; its export answers about a video as the run does."""
     model, data = write_model(tmp_path / "model"), write_videos(tmp_path / "videos", 60, shuffled=False)
     whole = run(model, data, tmp_path / "whole", 6, "Data.workers=0", "Checkpoint.every=3")
     first = run(model, data, tmp_path / "parts", 3, "Data.workers=1", "Checkpoint.every=3")
     resumed = run(model, data, tmp_path / "parts", 6, "Data.workers=1", "Checkpoint.every=3")
     assert len(whole) == 6 and first == whole[:3] and resumed == whole
+    export_folders(tmp_path / "parts", tmp_path / "out")
+    asked = [{"type": "video", "video": "0.mp4"}, {"type": "text", "text": "Where?"}]
+    messages = data.parent / "messages.json"
+    messages.write_text(json.dumps([{"role": "user", "content": asked}]))
+    capsys.readouterr()
+    for start in (f"--run_dir={tmp_path / 'parts'}", f"--weights={tmp_path / 'out'}"):
+        assert generate([start, f"--messages={messages}", "--json", "--max_tokens=4"]) == 0
+    of_run, of_export = map(json.loads, capsys.readouterr().out.splitlines())
+    assert of_run["tokens"] == of_export["tokens"] and len(of_run["tokens"]) > 0
+    np.testing.assert_allclose(of_run["logprobs"], of_export["logprobs"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.long
