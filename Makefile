@@ -1,6 +1,6 @@
 # Every target makes .venv when it is missing and installs again when pyproject.toml or the lock file changed.
 #   make train   train configs/digits_vlm.gin           CONFIG=llava_json FLAGS='--gin.Train.steps=100'
-#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, tokamax, gguf, peer; several with commas)
+#   make install    into .venv alone                    EXTRAS=cuda12 (or cuda13, tensorboard, wandb, video, tokamax, gguf, peer; several with commas)
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything

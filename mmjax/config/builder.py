@@ -10,13 +10,12 @@ from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
 from mmjax.config.gin_reader import Binding, RawText
-from mmjax.config.processor import data_settings, grown_tables, source_settings
+from mmjax.config.processor import FREE, data_settings, grown_tables, source_settings
 from mmjax.config.scopes import scopes_of
 from mmjax.config.types import Mismatch, convert
 from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
 from mmjax.data.config import DataConfig, PackingConfig
 from mmjax.data.origin import origin_class, task_class
-from mmjax.data.processor.image_rules import FREE
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.spec import DataSpec
 from mmjax.data.tasks.registry import MOVED

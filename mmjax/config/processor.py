@@ -1,4 +1,4 @@
-"""Settings that the processor of a folder decides: the tokenizer, the chat template and the rules for images."""
+"""Settings that the processor of a folder decides: tokenizer, chat template, and rules for images and videos."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
+from mmjax.data.processor import image_rules, video_rules
 from mmjax.data.processor.files import find_chat_template, has_tokenizer, read_json
 from mmjax.data.processor.image_rules import image_settings
+from mmjax.data.processor.video_rules import video_settings
 from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.models.config import LLM
 
 DECIDED: Mapping[type[Any], tuple[str, ...]] = {
     DataConfig: ("tokenizer", "new_tokens"),
-    SourceConfig: ("template", "resize"),
+    SourceConfig: ("template", "resize", "video"),
 }
 """The settings that a folder decides if they are left out."""
+FREE = (*image_rules.FREE, *video_rules.FREE)
+"""Settings that may differ from the folder's."""
 _DEFAULT_TEMPLATES = {"llava": "vicuna"}
 """By model_type, the template for a folder without a chat template."""
 
@@ -77,12 +81,14 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
 def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
     """The fields of a `Source` that folders decide, by name: "template", and rules for images such as "resize".
 
-    "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own. The rules have the
+    "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own; "video" and others
+    are rules for videos, if the folder's processor is one that mmjax has. The rules for images have the
     values of ``SourceConfig``'s fields, such as {"resize": "fixed", "size": (336, 336), "mean": (0.5, 0.5, 0.5)}. {} if
     no folder decides any.
 
     Args:
-      values: fields that are set, by name. A `template` that is set stays, and with a `resize` all rules for images.
+      values: fields that are set, by name. A `template` that is set stays, with a `resize` all rules for images, and
+        with a `video` or a `resize` all rules for videos.
       name: the source's, for messages.
       tokenizer: Data.tokenizer.
       folder: the folder that the image encoder starts from; "" for none.
@@ -100,4 +106,9 @@ def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder
             decided |= image_settings(folder)
         except ConfigError as error:
             raise ConfigError(f"{name}/Source.resize is left to {folder}: {error}") from None
+        if "video" not in values:
+            try:
+                decided |= video_settings(folder, {**decided, **values})
+            except ConfigError as error:
+                raise ConfigError(f"{name}/Source.video is left to {folder}: {error}") from None
     return decided

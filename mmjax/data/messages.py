@@ -1,7 +1,8 @@
 """Prompts as lists of messages, in the format of transformers, and their conversion to a dataset.
 
-A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …} and
-{"type": "image", "image": path}. The last message is from the user or a tool; the model answers it.
+A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …},
+{"type": "image", "image": path} and {"type": "video", "video": path}. The last message is from the user or a tool; the
+model answers it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
         if not isinstance(file_name, str):
             raise Unusable(f"{key} {str(file_name)[:60]!r} must be the name of a file")
         place = storage.beside(media, file_name)
-        if not storage.is_url(place) and not Path(place).is_file():
+        is_there = Path(place).exists() if key == "video" else Path(place).is_file()
+        if not storage.is_url(place) and not is_there:
             raise Unusable(f"{key} {file_name!r} does not exist: put it at {place}")
         return Media(name=f"{key} {file_name!r}", path=place)
 

@@ -6,6 +6,7 @@ Legend: N patches of one medium, E numbers in a patch, A axes of a medium.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -20,13 +21,15 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
 
     The patches of a block (merge patches along every axis) are consecutive. Blocks, patches inside a block and pixels
     inside a patch are row-major, channels last; E is `spec.patch_values`, such as 14 * 14 * 3. Places count patches
-    from 0: (row, column) of an image. Raises ValueError if a side is no multiple of patch * merge, or if the axes or
-    channels are not the encoder's.
+    from 0: (row, column) of an image. A patch of several frames has all pixels of the first one in front; an image is
+    repeated for all of them. Raises ValueError if a side is no multiple of patch * merge, or if the axes or channels
+    are not the encoder's.
 
-    medium: an image [h, w, C] or a recording [F, M] for the encoder or generator of `spec`.
+    medium: an image [h, w, C], a temporal patch [h, w, frames * C] or a recording [F, M] for the encoder or generator
+    of `spec`.
     """
     *size, channels = medium.shape
-    if len(size) != spec.axes or channels != spec.channels:
+    if len(size) != spec.axes or channels not in (spec.channels, spec.frames * spec.channels):
         raise ValueError(f"{spec.medium} of shape {medium.shape}: {spec.axes} axes of {spec.channels} channels wanted")
     if any(side % spec.block for side in size):
         shown = "x".join(map(str, size))
@@ -34,9 +37,12 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // spec.block for side in size]
     # From (block, patch, pixel) of every axis to all blocks, then all patches, then all pixels.
-    cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), channels)
+    frames = channels // spec.channels
+    cut = medium.reshape(*(n for block in blocks for n in (block, k, p)), frames, spec.channels)
     order = [3 * axis + level for level in range(3) for axis in every]
-    patches_NE = np.ascontiguousarray(cut.transpose(*order, 3 * spec.axes).reshape(-1, spec.patch_values), np.float32)
+    order.insert(2 * spec.axes, 3 * spec.axes)  # frames come before pixels
+    cut = cut.transpose(*order, 3 * spec.axes + 1).reshape(prod(blocks) * spec.patches_per_token, -1)
+    patches_NE = np.ascontiguousarray(cut if frames == spec.frames else np.tile(cut, (1, spec.frames)), np.float32)
     return patches_NE, patch_places(spec.grid(*size), spec)
 
 

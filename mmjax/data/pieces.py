@@ -14,21 +14,44 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import USER, Turn, last_answer, last_question, without_literals
 from mmjax.data.types import EncoderSpec
 
+VIDEO = "<video>"
+"""The mark of a video in the text of a turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A video's tokens.
+
+    Attributes:
+      count: LLM tokens of a temporal patch.
+      seconds: the time of each temporal patch.
+    """
+
+    count: int
+    seconds: tuple[float, ...]
+
+
+Count = int | Timed
+"""LLM tokens of a medium, or of a video, which is one or more media."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A piece of a dialogue.
 
     Attributes:
-      kind: "text"; "medium"; "bos" or "eos"; "answer", an empty piece where the last answer begins.
-      text: the text; the encoder's name for a medium.
+      kind: "text"; "medium"; "video", whose temporal patches are media; "bos" or "eos"; "answer", an empty piece where
+        the last answer begins.
+      text: the text; the encoder's name for a medium or a video.
       count: LLM tokens of a medium.
+      timed: the tokens of a video; of a medium those of the video that it is a temporal patch of.
       weight: the loss weight of the text.
     """
 
     kind: str = "text"
     text: str = ""
     count: int = 0
+    timed: Timed | None = None
     weight: float = 0.0
 
     def coded(self, tokenizer: Tokenizer) -> str | int:
@@ -37,7 +60,7 @@ class Piece:
         A "bos" is "" if the tokenizer has none.
         """
         if self.kind == "medium":
-            return tokenizer.media_token(self.text)
+            return tokenizer.video_token(self.text) if self.timed else tokenizer.media_token(self.text)
         special = {"bos": tokenizer.bos, "eos": tokenizer.eos}.get(self.kind)
         return self.text if special is None else special
 
@@ -51,22 +74,26 @@ class Marks:
     def __init__(self, tokenizer: Tokenizer, media: DialogueMedia, template: FolderTemplate):
         self._tokenizer, self._media, self._template = tokenizer, media, template
         self._image = tokenizer.token(template.image)
-        self._queues: dict[str, list[Piece]] = {mark: [] for mark in (template.image, MEDIUM) if mark}
+        self._queues: dict[str, list[Piece]] = {mark: [] for mark in (template.image, template.video, MEDIUM) if mark}
 
     def written(self, number: int) -> str:
         """The text of turn `number` (from 0) for the template.
 
-        The folder's image token stands in place of images, and ``MEDIUM`` in place of other media. Raises ValueError if
-        the turn's own text holds the image token.
+        The folder's image token stands in place of images, its video token in place of videos, and ``MEDIUM`` in place
+        of other media. Raises ValueError if the turn's own text holds one of these tokens.
         """
         image, text = self._template.image, ""
         for piece in self._media.of_turn(number):
-            if piece.kind == "medium":
-                mark = image if self._tokenizer.media_token(piece.text) == self._image else MEDIUM
+            if piece.kind in ("medium", "video"):
+                is_seen = self._tokenizer.media_token(piece.text) == self._image
+                token = self._template.video if piece.kind == "video" else image
+                mark = token if is_seen and token else MEDIUM
                 self._queues[mark].append(piece)
                 text += mark
-            elif image and image in piece.text:
-                raise ValueError(f"the text holds {image}, which stands for an image")
+            elif held := next((token for token in (image, self._template.video) if token and token in piece.text), ""):
+                raise ValueError(
+                    f"the text holds {held}, which stands for {'an image' if held == image else 'a video'}"
+                )
             else:
                 text += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
         if image and self._template.takes_parts(USER) and not has_inline_images(self._template.source):
@@ -85,7 +112,10 @@ class Marks:
             for at, part in enumerate(split.split(text[begin:end])):
                 if at % 2 and not self._queues[part]:
                     raise ValueError(f"{place} writes more places of media than there are media")
-                pieces.append(self._queues[part].pop(0) if at % 2 else Piece(text=part, weight=weight))
+                if at % 2:
+                    pieces += temporal_patches(self._queues[part].pop(0), self._template.around)
+                else:
+                    pieces.append(Piece(text=part, weight=weight))
         if any(self._queues.values()):
             raise ValueError(f"{place} has no place for {sum(map(len, self._queues.values()))} of the media")
         return [*pieces, *([Piece(kind="answer")] if rendered.answer == len(text) else [])]
@@ -107,7 +137,8 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
     pieces: list[Piece] = [] if SYSTEM in template.question else begin
     first, last = media.first_question, last_answer(turns)
     for number, turn in enumerate(turns):
-        inside = media.of_turn(number, numbered=True, transform=template.formatted)
+        of_turn = media.of_turn(number, numbered=True, transform=template.formatted)
+        inside = [piece for of_medium in of_turn for piece in temporal_patches(of_medium)]
         if turn.is_answer:
             before, after = template.answer.split(TEXT)
             pieces += [*_marked(before), *([Piece(kind="answer")] if number == last else []), *inside]
@@ -119,12 +150,26 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
     return pieces
 
 
+def temporal_patches(piece: Piece, around: tuple[str, str] = ("", "")) -> list[Piece]:
+    """The pieces of a video: for each temporal patch its time, such as "<0.5 seconds>", and its medium.
+
+    Texts ``around`` stand before and behind each medium. Any other piece is returned alone.
+    """
+    if piece.kind != "video":
+        return [piece]
+    assert piece.timed
+    begin, end = around
+    medium = Piece(kind="medium", text=piece.text, count=piece.timed.count, timed=piece.timed)
+    by_patch = ((Piece(text=f"<{time:.1f} seconds>{begin}"), medium, Piece(text=end)) for time in piece.timed.seconds)
+    return [of_patch for pieces in by_patch for of_patch in pieces if of_patch.kind == "medium" or of_patch.text]
+
+
 class DialogueMedia:
     """Hands out the media of a dialogue in the order in which its text has them.
 
     Args:
       encoders: specs of encoders and generators, by name.
-      counts: number of LLM tokens of each medium, by encoder.
+      counts: number of LLM tokens of each medium, by encoder; a `Timed` for a video.
       turns: the turns.
 
     Attributes:
@@ -134,27 +179,38 @@ class DialogueMedia:
       ValueError: there are more marks than media, or media without a mark would come after one with a mark.
     """
 
-    def __init__(self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[int]], turns: Sequence[Turn]):
-        self._turns, self._by_mark = turns, {encoders[name].mark: name for name in counts}
+    def __init__(
+        self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[Count]], turns: Sequence[Turn]
+    ):
+        self._turns, self._by_mark, by_mark = turns, dict[str, str](), dict[str, list[Count]]()
+        for name, of_encoder in counts.items():
+            mark = encoders[name].mark
+            by_mark[mark], self._by_mark[mark] = list[Count](), name
+            for count in of_encoder:
+                of_kind = VIDEO if isinstance(count, Timed) else mark
+                by_mark.setdefault(of_kind, []).append(count)
+                self._by_mark[of_kind] = name
         # Marks of encoders without media here are mere text.
         self._split = re.compile(f"({'|'.join(map(re.escape, self._by_mark))})") if self._by_mark else None
         self.first_question = next((number for number, turn in enumerate(turns) if turn.role == USER), 0)
-        self._unmarked, self._left = dict[str, list[int]](), dict[str, list[int]]()
-        for mark, name in self._by_mark.items():
-            marks, tokens = sum(turn.text.count(mark) for turn in turns), list(counts[name])
+        self._unmarked, self._left = dict[str, list[Count]](), dict[str, list[Count]]()
+        for mark, tokens in by_mark.items():
+            marks = sum(turn.text.count(mark) for turn in turns)
             if marks > len(tokens):
-                described = f"{marks} {mark} marks for {len(tokens)} {encoders[name].medium}s"
+                medium = "video" if mark == VIDEO else encoders[self._by_mark[mark]].medium
+                described = f"{marks} {mark} marks for {len(tokens)} {medium}s"
                 raise ValueError(f"question {without_literals(last_question(turns))!r} has {described}")
-            self._unmarked[name], self._left[name] = tokens[: len(tokens) - marks], tokens[len(tokens) - marks :]
-            if self._unmarked[name] and any(mark in turn.text for turn in turns[: self.first_question]):
+            self._unmarked[mark], self._left[mark] = tokens[: len(tokens) - marks], tokens[len(tokens) - marks :]
+            if self._unmarked[mark] and any(mark in turn.text for turn in turns[: self.first_question]):
                 raise ValueError(f"{mark} stands before the first question, where media without a mark are")
 
     @property
     def before(self) -> dict[str, int]:
-        """Number of media of each encoder before the last answer, by the encoders of `counts`."""
-        turns = self._turns[: last_answer(self._turns)]
-        marks = {name: sum(turn.text.count(mark) for turn in turns) for mark, name in self._by_mark.items()}
-        return {name: count + len(self._unmarked[name]) for name, count in marks.items()}
+        """Number of media of each encoder before the last answer, by the encoders of `counts`; a video is one."""
+        turns, before = self._turns[: last_answer(self._turns)], dict.fromkeys(self._by_mark.values(), 0)
+        for mark, name in self._by_mark.items():
+            before[name] += sum(turn.text.count(mark) for turn in turns) + len(self._unmarked[mark])
+        return before
 
     def of_turn(
         self, number: int, *, numbered: bool = False, transform: Callable[[str], str] = lambda text: text
@@ -168,16 +224,24 @@ class DialogueMedia:
         """
         turn, pieces = self._turns[number], list[Piece]()
         if number == self.first_question:
-            unmarked = ((name, count) for name, counts in self._unmarked.items() for count in counts)
-            for at, (name, count) in enumerate(unmarked, 1):
+            unmarked = ((mark, count) for mark, counts in self._unmarked.items() for count in counts)
+            for at, (mark, count) in enumerate(unmarked, 1):
                 pieces += [Piece(text=f"{at}:")] if numbered else []
-                pieces.append(Piece(kind="medium", text=name, count=count))
+                pieces.append(self._piece(mark, count))
         text = transform(turn.text)
         for at, part in enumerate(self._split.split(text) if self._split else [text]):
-            name = self._by_mark[part] if at % 2 else ""
-            medium = Piece(kind="medium", text=name, count=self._left[name].pop(0)) if name else None
-            pieces.append(medium or Piece(text=without_literals(part), weight=turn.learned))
+            if at % 2:
+                pieces.append(self._piece(part, self._left[part].pop(0)))
+            else:
+                pieces.append(Piece(text=without_literals(part), weight=turn.learned))
         return pieces
+
+    def _piece(self, mark: str, count: Count) -> Piece:
+        """The piece of a medium or a video."""
+        name = self._by_mark[mark]
+        if isinstance(count, Timed):
+            return Piece(kind="video", text=name, timed=count)
+        return Piece(kind="medium", text=name, count=count)
 
 
 def _around(piece: str, inside: Sequence[Piece], system: Sequence[Piece] = ()) -> list[Piece]:

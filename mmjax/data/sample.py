@@ -11,7 +11,7 @@ import numpy as np
 
 from mmjax.data.chat import TEMPLATES, Template, require_writable
 from mmjax.data.derived import in_text, with_media
-from mmjax.data.pieces import DialogueMedia, Marks, Piece, written_pieces
+from mmjax.data.pieces import Count, DialogueMedia, Marks, Piece, written_pieces
 from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.tiles import arrange, token_count
 from mmjax.data.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ class EncodedDialogue:
 def encode_dialogue(
     tokenizer: Tokenizer,
     encoders: Mapping[str, EncoderSpec],
-    counts: Mapping[str, Sequence[int]],
+    counts: Mapping[str, Sequence[Count]],
     turns: Turns,
     *,
     template: Template | FolderTemplate = TEMPLATES["plain"],
@@ -59,7 +59,8 @@ def encode_dialogue(
 ) -> EncodedDialogue:
     """Encodes a dialogue about media as a whole. A token is learned if it contains a learned character.
 
-    Each mark of an encoder ("<image>", "<recording>") in the turns is replaced by the next medium of that encoder.
+    Each mark of an encoder ("<image>", "<recording>") in the turns is replaced by the next medium of that encoder, and
+    "<video>" by the next video: a temporal patch behind the other, its time before each.
     Media without a mark come before the first question, encoder by encoder, each after its number ("1:"), so that a
     question can name it. A folder's template writes no numbers, and decides about line breaks around images. A dialogue
     begins with bos if the tokenizer has one, and its last answer ends with an end token. Answers, and the text of
@@ -70,7 +71,7 @@ def encode_dialogue(
     Args:
       tokenizer: the tokenizer, such as `make_tokenizer("", ["vision"])`.
       encoders: specs of encoders and generators, by name.
-      counts: number of LLM tokens of each medium, by encoder: {"vision": [64, 64]}.
+      counts: number of LLM tokens of each medium, by encoder: {"vision": [64, 64]}; a `Timed` for a video.
       turns: `Turn`s in order; a pair of texts is a question and its answer. There is at least one.
       template: writes the text around the turns, such as TEMPLATES["vicuna"].
       system: the system prompt; "" for none.
@@ -107,7 +108,7 @@ def _prompt(encoded: EncodedDialogue) -> EncodedDialogue:
 def _encode_by_folder(
     tokenizer: Tokenizer,
     encoders: Mapping[str, EncoderSpec],
-    counts: Mapping[str, Sequence[int]],
+    counts: Mapping[str, Sequence[Count]],
     turns: tuple[Turn, ...],
     *,
     template: FolderTemplate,
@@ -161,9 +162,10 @@ def _encode_pieces(
         weights_N[to_learn[ends_N] > to_learn[starts_N]] = weight
     copies_N = np.ones(len(coded.ids), int)
     media = [piece for piece in pieces if piece.kind == "medium"]
-    places = np.isin(coded.ids, [tokenizer.media_token(name) for name in in_text(encoders)])
+    shown = [token(name) for name in in_text(encoders) for token in (tokenizer.media_token, tokenizer.video_token)]
+    places = np.isin(coded.ids, shown)
     if np.count_nonzero(places) != len(media):
-        raise ValueError("the text holds a token that stands for an image or a recording")
+        raise ValueError("the text holds a token that stands for an image, a video or a recording")
     copies_N[places] = [p.count for p in media]
     # The last answer begins with the first token that reaches beyond this character.
     begin = int(coded.starts[next(at for at, piece in enumerate(pieces) if piece.kind == "answer")])
@@ -306,6 +308,7 @@ def build_sample(
         kind=kind,
         labels={name: tuple(texts) for name, texts in (labels or {}).items()},
         media_tokens={name: tokenizer.media_token(name) for name in sizes if encoders[name].in_text},
+        video_tokens={name: tokenizer.video_token(name) for name in sizes if encoders[name].in_text},
         tiled={
             name: tuple(Tiled(size=(size[0], size[1])) for size in sizes_of)
             for name, sizes_of in sizes.items()

@@ -81,6 +81,10 @@ class Tokenizer(Protocol):
         """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         ...
 
+    def video_token(self, encoder: str) -> int:
+        """The placeholder id of videos of `encoder`: the folder's video token, or `media_token`."""
+        ...
+
     def shown(self, ids: Sequence[int]) -> str:
         """The text of `ids` for people to read, special ids by name, such as "<eos>" or "<259>"."""
         ...
@@ -125,6 +129,10 @@ class ByteTokenizer:
     def media_token(self, encoder: str) -> int:
         """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         return _media_token(self._media, encoder)
+
+    def video_token(self, encoder: str) -> int:
+        """`media_token`: videos have no placeholder of their own."""
+        return self.media_token(encoder)
 
     def shown(self, ids: Sequence[int]) -> str:
         """The text of `ids` for people to read, special ids by name: "<pad>", "<bos>", "<eos>" or "<259>"."""
@@ -187,6 +195,9 @@ class FileTokenizer:
                 f"{path} has no token with the id {image_id}, which config.json gives an image's token; {fix}"
             )
         self._media = {image: image_id} if image_id is not None and image in encoders else {}
+        video_id = special.video if special and self._media else None
+        known = video_id is not None and self._tokenizer.id_to_token(video_id) is not None
+        self._videos = {image: int(video_id)} if known and video_id is not None else {}
         without_id = [name for name in encoders if name not in self._media]
         self._media |= {name: size + i for i, name in enumerate(without_id)}
         self.vocab_size = max(size + len(without_id), (image_id or 0) + 1)
@@ -194,7 +205,8 @@ class FileTokenizer:
         looked_up = {*rows, self.eos, self.eos if self.bos is None else self.bos} - {image_id}
         self.table_size = 1 + max(map(int, looked_up))
         self._added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        marked = [self.eos, *([] if self.bos is None else [self.bos]), *self._media.values()]
+        media = [*self._media.values(), *self._videos.values()]
+        marked = [self.eos, *([] if self.bos is None else [self.bos]), *media]
         self._marks, self._ids_of_marks = self._mark(marked)
 
     def _special_id(self, kind: str, special: SpecialTokens | None) -> int | None:
@@ -264,6 +276,10 @@ class FileTokenizer:
     def media_token(self, encoder: str) -> int:
         """The placeholder id of `encoder`; ConfigError if there is no such encoder."""
         return _media_token(self._media, encoder)
+
+    def video_token(self, encoder: str) -> int:
+        """The folder's video token for the encoder of images, if its tokenizer has it; else `media_token`."""
+        return self._videos.get(encoder, self.media_token(encoder))
 
     def shown(self, ids: Sequence[int]) -> str:
         """The text of `ids` for people to read, special tokens by their texts, ids without a text by name."""

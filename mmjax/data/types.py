@@ -30,6 +30,7 @@ class EncoderSpec:
       patch: patch edge in pixels or frames.
       merge: edge of the block of patches that become one LLM token.
       channels: 1 (grayscale), 3 (RGB) or the mel bins.
+      frames: frames of a patch. A medium has so many, one behind the other along channels; or one, which is repeated.
       axes: axes of a medium, 2 for images and 1 for recordings.
       special: number of positions of a medium without a patch, such as a class token. They come before its patches.
       buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
@@ -51,6 +52,7 @@ class EncoderSpec:
     patch: int
     merge: int = 1
     channels: int = 1
+    frames: int = 1
     axes: int = 2
     special: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
@@ -98,7 +100,7 @@ class EncoderSpec:
     @property
     def patch_values(self) -> int:
         """Numbers in one patch."""
-        return self.patch**self.axes * self.channels
+        return self.frames * self.patch**self.axes * self.channels
 
     @property
     def medium(self) -> str:
@@ -223,8 +225,9 @@ class Sample:
       tokens: int32 [n], placeholders already expanded (one per merged token).
       loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
       media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
-        of patch * merge. A sample may have media of every encoder, of some or of none. Per generator, the media to be
-        drawn; per generator of codes, at most one array int32 [n, 1] of the codes that speak the last answer.
+        of patch * merge. A video is several media [h, w, frames * C], its temporal patches. A sample may have media of
+        every encoder, of some or of none. Per generator, the media to be drawn; per generator of codes, at most one
+        array int32 [n, 1] of the codes that speak the last answer.
       question: the text of the (last) question.
       answer: the right answer to it.
       prompt: number of `tokens` before the answer to the last question; they are the prompt of generation.
@@ -236,6 +239,7 @@ class Sample:
       kind: the kind of the question, where the source knows kinds.
       labels: per encoder and medium, the text that can be read or heard in it, where the source knows.
       media_tokens: the placeholder id of each encoder and generator in `tokens`.
+      video_tokens: the placeholder id of videos, of encoders for which it is another one.
       noise: per generator and medium to be drawn, the noise that is mixed into it, of the medium's shape. A generator
         that is missing here is not trained on this sample.
       times: per generator and medium to be drawn, the share of noise in the mixture, in 0…1.
@@ -258,6 +262,7 @@ class Sample:
     kind: str = ""
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     media_tokens: dict[str, int] = field(default_factory=dict)
+    video_tokens: Mapping[str, int] = field(default_factory=dict)
     noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
@@ -268,15 +273,16 @@ class Sample:
         """Boolean [n]: the places of the tokens of `encoder`."""
         if encoder not in self.media_tokens:
             return np.zeros(len(self.tokens), bool)
-        return self.tokens == self.media_tokens[encoder]
+        ids = self.media_tokens[encoder], self.video_tokens.get(encoder, self.media_tokens[encoder])
+        return (self.tokens == ids[0]) | (self.tokens == ids[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
     """The packed global rows of one op.
 
-    inputs["<encoder>"]: patches [R, T, P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from 1 in
-    a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
+    inputs["<encoder>"]: patches [R, T, frames*P**A*C] float32; segments [R, T] int32 (0 = padding, media numbered from
+    1 in a row); positions [R, T, A] int32 (patch row and patch column, or the patch's place in its recording). Special
     positions come before a medium's patches, up to a whole LLM token: -1, -2, … on every axis, patches of zeros.
     inputs["llm"]: tokens, targets, positions, segments [B, S] int32 (segment 0 = padding; positions [B, S, 3] where the
     LLM has M-RoPE, see `mrope`), weights [B, S] float32

@@ -47,13 +47,14 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
     Yields:
       Such as ``Span("<image ×576>", medium=True)`` and ``Span("7", learned=True)``; texts together are the sample's.
     """
-    names = {number: name for name, number in sample.media_tokens.items()}
-    kinds = [names.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
+    media = {number: "video" for number in sample.video_tokens.values()}
+    media |= {number: encoders[name].medium for name, number in sample.media_tokens.items()}
+    kinds = [media.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
     read, text_before = list[int](), ""
     for kind, indices in groupby(range(len(kinds)), key=kinds.__getitem__):
         tokens = sample.tokens[[*indices]].tolist()
         if isinstance(kind, str):
-            yield Span(f"<{encoders[kind].medium} \u00d7{len(tokens)}>", medium=True)
+            yield Span(f"<{kind} \u00d7{len(tokens)}>", medium=True)
             continue
         # A token's text depends on those before it, such as the blank before a word.
         read += tokens

@@ -125,7 +125,9 @@ class Maker:
             pixels = tuple(side * spec.block for side in sides)
             count = 1 + math.prod(tiles.grid) if tiles else 1
             tokens[start : start + token_count(spec, [pixels] * count, tiles)] = ids[name]
-            media[name] += tuple(_numbers(rng, (*pixels, spec.channels)) for _ in range(count))
+            # Every second medium of an encoder of videos is a temporal patch, whose frames differ.
+            frames = spec.frames if len(media[name]) % 2 else 1
+            media[name] += tuple(_numbers(rng, (*pixels, frames * spec.channels)) for _ in range(count))
         drawn = [name for name, arrays in media.items() if arrays and self.encoders[name].drawn]
         prompt = len(tokens)
         for name in (name for name, spec in self.encoders.items() if spec.codes and kind % len(KINDS) in SPOKEN):

@@ -34,7 +34,7 @@ from mmjax.reference.arithmetic import (
     turn_axial,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
-from mmjax.reference.positions import axis_weights, cut_patches, patch_positions, windows_of
+from mmjax.reference.positions import axis_weights, cut_frames, patch_positions, windows_of
 from mmjax.reference.user_encoder import row_of, run_encoder
 
 DEFAULT_PROJECTOR = ProjectorConfig()
@@ -128,7 +128,7 @@ def encode_patches(
     Args:
       leaves: dense leaves of the encoder and its projector, by names such as "vision/patch/kernel", as `dense_leaves`
         gives them.
-      patches_TX: patches [T, patch² * channels] in the order of `patch_positions`.
+      patches_TX: patches [T, frames * patch² * channels] in the order of `patch_positions`.
       calls: the encoder's callbacks.
       name: the encoder's name, such as "vision".
       vit: its settings.
@@ -137,7 +137,7 @@ def encode_patches(
       projector: settings of the projector.
     """
     positions_T2 = patch_positions(rows, columns, vit.merge)
-    x_TD = affine(leaves, f"{name}/patch", jnp.tile(patches_TX, (1, vit.frames)))
+    x_TD = affine(leaves, f"{name}/patch", patches_TX)
     if vit.has_table:
         x_TD = x_TD + table_of(leaves[f"{name}/position"], vit, rows, columns)[positions_T2[:, 0], positions_T2[:, 1]]
     if vit.class_token:
@@ -206,7 +206,7 @@ def encode_image(
         read.
       name: the encoder's name, such as "vision".
       vit: its settings.
-      image_HWC: the image.
+      image_HWC: the image, or a temporal patch [h, w, frames * C].
       calls: the encoder's callbacks.
       levels: numbers of layers, from 0, whose outputs are returned too.
       projector: settings of the projector.
@@ -223,7 +223,8 @@ def encode_image(
     if vit.has_table and vit.interpolate == "none" and max(rows, columns) > vit.grid:
         raise ValueError(f"ViT.grid: {vit.grid} is less than the image's {rows}x{columns} patches; enlarge the grid")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(image_HWC, vit.patch, vit.merge), params[f"{name}/patch/kernel"].dtype)
+    patches = cut_frames(image_HWC, vit.frames, vit.channels, patch=vit.patch, merge=vit.merge)
+    patches = jnp.asarray(patches, params[f"{name}/patch/kernel"].dtype)
     return encode_patches(
         params,
         patches,

@@ -113,3 +113,18 @@ def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -
     positions = patch_positions(height // patch, width // patch, merge)
     squares = [image_HWC[r * patch : (r + 1) * patch, c * patch : (c + 1) * patch] for r, c in positions]
     return np.stack(squares).reshape(len(positions), patch * patch * channels)
+
+
+def cut_frames(
+    medium_HWC: Float[np.ndarray, "h w C"], frames: int, channels: int, *, patch: int, merge: int
+) -> Float[np.ndarray, "T X"]:
+    """Patches of ``frames`` frames in `patch_positions` order, all pixels of the first frame in front.
+
+    `medium_HWC` is an image, which is repeated for all frames, or has as many frames one behind the other along its
+    channels, of `channels` each; X = frames * patch² * channels. `patch` and `merge` are as in `cut_patches`.
+
+    Raises ValueError when a side is not a multiple of patch * merge.
+    """
+    parts = np.split(medium_HWC, medium_HWC.shape[-1] // channels, axis=-1)
+    cut = [cut_patches(part, patch, merge) for part in parts]
+    return np.concatenate(cut * (frames // len(cut)), axis=1)

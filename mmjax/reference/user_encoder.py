@@ -20,7 +20,7 @@ from mmjax.models.parameters import join_logical
 from mmjax.models.stage_model import StageModel
 from mmjax.reference.arithmetic import Leaves
 from mmjax.reference.callbacks import one_device
-from mmjax.reference.positions import cut_patches, patch_positions
+from mmjax.reference.positions import cut_frames, patch_positions
 
 
 def run_encoder(
@@ -100,7 +100,7 @@ def row_of(node: Node, medium: np.ndarray) -> dict[str, np.ndarray]:
         patches = medium.reshape(len(medium) // spec.patch, -1)
         positions = np.arange(len(patches), dtype=np.int32)[:, None]
     else:
-        patches = cut_patches(medium, spec.patch, spec.merge)
+        patches = cut_frames(medium, spec.frames, spec.channels, patch=spec.patch, merge=spec.merge)
         rows, columns = (side // spec.patch for side in medium.shape[:2])
         positions = patch_positions(rows, columns, spec.merge)
     special = -(-spec.special // spec.patches_per_token) * spec.patches_per_token

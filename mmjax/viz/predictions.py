@@ -186,13 +186,16 @@ def _rows(aspects: Sequence[float]) -> list[tuple[list[float], float]]:
 def as_image(medium: np.ndarray, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Float[np.ndarray, "h w c"]:
     """An image [h, w, c] as it was before it was normalised; a recording [F, M] as a picture [M, F, 3] in [0, 1].
 
-    The picture is a spectrogram: time to the right, pitch upwards, dark to bright.
+    The picture is a spectrogram: time to the right, pitch upwards, dark to bright. Of a temporal patch the first frame
+    is shown.
 
     Args:
-      medium: the image, or the recording of F frames and M mel bins.
+      medium: the image, the temporal patch [h, w, frames * 3], or the recording of F frames and M mel bins.
       mean, std: a number for each channel of an image; () where it was not normalised.
     """
     if medium.ndim == 3:
+        first_frame = len(mean) or 3
+        medium = medium[..., :first_frame] if medium.shape[-1] >= 2 * first_frame else medium
         return medium * np.asarray(std, np.float32) + np.asarray(mean, np.float32) if len(mean) else medium
     low, high = float(medium.min()), float(medium.max())
     shares = (medium.T[::-1] - low) / max(high - low, 1e-6)

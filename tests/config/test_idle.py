@@ -153,6 +153,13 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "mine/Source.grids": ("((1, 2),)", SOURCE, (*SOURCE, "mine/Source.resize='anyres'")),
     "mine/Source.alone": ("True", SOURCE, (*SOURCE, "mine/Source.resize='anyres'")),
     "mine/Source.max_seconds": ("5.0", SOURCE, (*SOURCE, *CALLS)),
+    **{
+        f"mine/Source.{name}": (value, SOURCE, (*SOURCE, "mine/Source.video='timestamps'"))
+        for name, value in {
+            **{"fps": "1.0", "min_frames": "2", "max_frames": "8", "frames": "4", "video_pixels": "(64, 6400)"},
+            **{"frame_pixels": "640", "folder_fps": "5.0", "frame_limit": "99"},
+        }.items()
+    },
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (
@@ -196,7 +203,7 @@ READ = {
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",
-    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white "
+    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white video "
     "pixel_limit byte_limit preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles.drawn_videos import VIDEOS, named_video
 from PIL import Image
 from trial_runs import REPOSITORY
+from video_files import write_video
 
 from mmjax.generate.__main__ import main
 
@@ -141,6 +143,48 @@ def test_a_whole_folder_answers_as_it_does_there(
         count = len(tokens) - (tokens[-1] in (ends if isinstance(ends, list) else [ends]))  # without the end token
         assert answer["tokens"] == tokens[:count]
         np.testing.assert_allclose(answer["logprobs"], want[f"logprobs_{number}"][:count], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_a_whole_folder_answers_about_videos(
+    name: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From files, with the folder's rules for videos; an image and an answer before a video too."""
+    pytest.importorskip("av")
+    oracles, videos = FOLDER.parent, FOLDER.parent / "video"
+    for place in (
+        oracles / "processors" / "qwen3_vl",
+        videos / "folder",
+        oracles / "generated" / name,
+        videos / "answers",
+    ):
+        shutil.copytree(place, tmp_path / "model", dirs_exist_ok=True)
+    shutil.copy(oracles / "processors" / "odd.png", tmp_path)
+    for video in ("odd", "small"):
+        write_video(tmp_path / f"{video}.mkv", named_video(video), VIDEOS[video][3], lossless=True)
+    messages, want = shutil.copy(videos / "messages.jsonl", tmp_path), np.load(videos / "answers.npz")
+    limit = ("--max_tokens=24", *LAYOUTS[layout])
+    found = said(capsys, f"--weights={tmp_path / 'model'}", f"--messages={messages}", *limit)
+    assert len(found) == 2
+    for number, answer in enumerate(found):
+        tokens = want[f"{name}/tokens_{number}"].tolist()
+        count = len(answer["tokens"])
+        assert count >= len(tokens) - 1 and answer["tokens"] == tokens[:count]
+        np.testing.assert_allclose(answer["logprobs"], want[f"{name}/logprobs_{number}"][:count], rtol=0, atol=1e-4)
+
+
+def test_a_missing_video_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    oracles = FOLDER.parent
+    for place in (oracles / "video" / "folder", oracles / "generated" / "qwen3_vl"):
+        shutil.copytree(place, tmp_path / "model", dirs_exist_ok=True)
+    messages = tmp_path / "messages.json"
+    video = {"type": "video", "video": "none.mp4"}
+    messages.write_text(json.dumps([{"role": "user", "content": [video, {"type": "text", "text": "What?"}]}]))
+    with pytest.raises(SystemExit):
+        main([f"--weights={tmp_path / 'model'}", f"--messages={messages}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "video 'none.mp4' does not exist: put it at" in line
 
 
 SPREAD = {

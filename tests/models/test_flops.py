@@ -290,7 +290,7 @@ def test_dense_gated_tower_with_windows_does_the_counted_products() -> None:
     model = multimodal({"vision": vit}, DECODER, projectors={"vision": dataclasses.replace(HIDDEN, norm="rms")})
     given = {name: aval for name, aval in leaf_avals(model).items() if not name.startswith("llm/")}
     about = dict(name="vision", vit=vit, rows=8, columns=8, projector=model.nodes["vision"].projector)
-    traced = reference_encoders.encode_patches.trace(given, jax.ShapeDtypeStruct((64, 48), np.float32), **about)
+    traced = reference_encoders.encode_patches.trace(given, jax.ShapeDtypeStruct((64, 96), np.float32), **about)
     counted = flops.forward_flops(model, {"vision": [64], "llm": []})
     assert product_flops(traced.jaxpr.jaxpr) == counted["vision"] + counted["vision_projector"]
 

@@ -40,7 +40,8 @@ class SpecialTokens:
       begin: whether texts begin with bos; None: as in ``tokenizer.json``.
       stops: ids of the tokens that end an answer.
       pad: id of the padding; None if the files name none.
-      image: id of the image token; None without one.
+      image, video: ids of the image token and of the video token; None without one.
+      around: ids of the tokens around what is seen, first and last; None without them.
       blank: where texts get a blank in front: "first" at their beginning, "always" after special tokens too; "" as in
         ``tokenizer.json``.
       added: tokens with ids that are listed in files other than ``tokenizer.json``.
@@ -52,6 +53,8 @@ class SpecialTokens:
     stops: tuple[int, ...] = ()
     pad: int | None = None
     image: int | None = None
+    video: int | None = None
+    around: tuple[int | None, int | None] = (None, None)
     blank: str = ""
     added: tuple[AddedToken, ...] = ()
     extra: tuple[str, ...] = ()
@@ -77,14 +80,16 @@ def read_special_tokens(folder: str) -> SpecialTokens:
     flags = [name for name in ("add_bos_token", "add_eos_token") if name in tokenizer]
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     order = (generation, config, text or {})
-    images = (config.get(name) for name in ("image_token_id", "image_token_index"))
+    image, video = (_number_of(config, f"{kind}_token_id", f"{kind}_token_index") for kind in ("image", "video"))
     extra = _extra(mapped) + _extra(tokenizer)
     return SpecialTokens(
         texts=texts,
         begin=bool(tokenizer.get("add_bos_token")) if flags else None,
         stops=next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ()),
         pad=next((ids[0] for file in order if (ids := _ids(file.get("pad_token_id")))), None),
-        image=next((number for number in images if isinstance(number, int)), None),
+        image=image,
+        video=video,
+        around=(_number_of(config, "vision_start_token_id"), _number_of(config, "vision_end_token_id")),
         blank=_blank(tokenizer, config),
         added=_added(folder, tokenizer.get("added_tokens_decoder"), {*texts.values(), *extra}),
         extra=tuple(dict.fromkeys(extra)),
@@ -143,6 +148,11 @@ def _blank(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if not is_llama or tokenizer.get("add_prefix_space") is False:
         return ""
     return "always" if tokenizer.get("legacy") else "first"
+
+
+def _number_of(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first integer among these keys' values."""
+    return next((number for number in map(config.get, names) if isinstance(number, int)), None)
 
 
 def _text(value: Any) -> str:

@@ -67,7 +67,8 @@ class FolderTemplate:
       place: its file, for messages.
       source: its text.
       tokens: names of special tokens in the template, and their texts, such as ("bos_token", "<s>").
-      image: the text of the folder's image token; "" without one.
+      image, video: the texts of the folder's image token and of its video token; "" without one.
+      around: the texts of the tokens before and behind a temporal patch; "" for none.
       begins: whether a dialogue that does not begin with bos gets one.
     """
 
@@ -75,6 +76,8 @@ class FolderTemplate:
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
     image: str = ""
+    video: str = ""
+    around: tuple[str, str] = ("", "")
     begins: bool = False
 
     def formatted(self, text: str) -> str:
@@ -95,8 +98,8 @@ class FolderTemplate:
         """A dialogue as text.
 
         Args:
-          turns: the turns, with ``image`` in place of each image, and ``MEDIUM`` in place of each medium without a
-            token of the folder.
+          turns: the turns, with ``image`` in place of each image, ``video`` in place of each video, and ``MEDIUM`` in
+            place of each medium without a token of the folder.
           system: the system prompt.
           tools: descriptions of the tools that the model may call.
           generation_prompt: whether the text ends with the beginning of an answer, which is to be generated.
@@ -178,10 +181,12 @@ class _Messages:
         return {key: value for key, value in message.items() if value is not None}
 
     def _parts(self, text: str) -> list[dict[str, str]]:
+        types = {self._template.image: "image", self._template.video: "video"}
+        marks = "|".join(re.escape(mark) for mark in types if mark)
         parts: list[dict[str, str]] = []
-        for number, piece in enumerate(text.split(self._template.image) if self._template.image else [text]):
-            parts += [{"type": "image"}] if number else []
-            parts += [{"type": "text", "text": piece}] if piece else []
+        for piece in re.split(f"({marks})", text) if marks else [text]:
+            part = {"type": types[piece]} if piece in types else {"type": "text", "text": piece}
+            parts += [part] if piece else []
         return parts or [{"type": "text", "text": ""}]
 
     def text(self, count: int | None = None, *, prompt: bool = False, keep_marks: bool = False) -> str:
@@ -256,8 +261,8 @@ class _Messages:
 
     def _is_written(self, number: int, text: str) -> bool:
         """Whether ``text`` contains the answer; an answer with images counts as contained."""
-        answer, image = self._template.formatted(self._turns[number].text), self._template.image
-        return answer in text or bool(image and image in answer)
+        answer, marks = self._template.formatted(self._turns[number].text), (self._template.image, self._template.video)
+        return answer in text or any(mark and mark in answer for mark in marks)
 
     def _not_apart(self) -> Exception:
         cause = "writes earlier turns in another way when later ones follow, so answers cannot be told apart"
@@ -308,16 +313,27 @@ def read_template(folder: str) -> FolderTemplate:
         )
     special, place = read_special_tokens(folder), str(Path(folder) / name)
     _compiled(source, place)
-    image = _token_text(folder, special.image, special.added) if special.image is not None else ""
+    numbers = (special.image, special.video, *special.around)
+    image, video, begin, end = _token_texts(folder, numbers, special.added)
     tokens = tuple(sorted(special.present.items()))
-    return FolderTemplate(place=place, source=source, tokens=tokens, image=image, begins=is_processor(folder))
+    return FolderTemplate(
+        place=place,
+        source=source,
+        tokens=tokens,
+        image=image,
+        video=video if image else "",
+        around=(begin, end),
+        begins=is_processor(folder),
+    )
 
 
-def _token_text(folder: str, number: int, added: Sequence[AddedToken]) -> str:
-    """The text of the token with id ``number``, in the folder's tokenizer or in ``added``; "" for none."""
+def _token_texts(folder: str, numbers: Sequence[int | None], added: Sequence[AddedToken]) -> list[str]:
+    """The texts of the tokens with these ids, in the folder's tokenizer or in ``added``; "" for none."""
+    if not any(number is not None for number in numbers):
+        return [""] * len(numbers)
     listed = read_object(Path(folder) / TOKENIZER).get("added_tokens") or ()
     texts = {token.id: token.text for token in added} | {token.get("id"): token["content"] for token in listed}
-    return texts.get(number, "")
+    return ["" if number is None else texts.get(number, "") for number in numbers]
 
 
 def _shared(text: str, another: str) -> int:

@@ -30,6 +30,10 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Filters in the order of Pillow's numbers, which folders contain."""
 MOST_PIXELS = 89_478_485
 """Pillow warns of larger images."""
+VIDEOS = ("", "timestamps")
+FRAME_RESAMPLES = ("bilinear", "bicubic")
+_OF_VIDEOS = ("fps", "frames", "min_frames", "max_frames", "video_pixels", "frame_pixels", "folder_fps", "frame_limit")
+"""The settings that videos alone read."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
 
@@ -41,7 +45,7 @@ class SourceConfig:
     kind: "llava" (JSON or JSONL of dialogues, and a folder of media), "webdataset" (tar shards), "array_record",
     "parquet", or "package.module:Factory" for a reader of your own, which needs --allow_code.
     path: local path or fsspec URL of the file or files; * and {000..012} name several.
-    media: folder to which names of images and recordings are relative; "" = the folder of path.
+    media: folder to which names of images, recordings and videos are relative; "" = the folder of path.
     held_out: records, evenly spread over all, that are evaluated on and never trained on; 0 evaluates on all.
     strict: whether a record that cannot be used ends the run; else it is left out and named in skipped.jsonl.
     cut: whether a dialogue that is longer than Data.sequence_length loses its last turns; else it is left out.
@@ -67,6 +71,13 @@ class SourceConfig:
     white: whether the colour that a file calls transparent becomes white; else it stays, as alpha channels do nothing.
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
+
+    video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL); "" takes
+    none. fps: frames a second that are taken. min_frames, max_frames: the fewest and the most of them.
+    frames: the number of frames that are taken, whatever their rate; 0 = by fps.
+    video_pixels: the fewest and the most pixels of all frames of a video together. frame_pixels: the most of one frame;
+    0 = any. folder_fps: the rate of the frames in a folder, which is a video too; 0 takes no folders.
+    frame_limit: videos with more frames in their file are not decoded.
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
     """
 
@@ -97,6 +108,15 @@ class SourceConfig:
     pixel_limit: int = 50_000_000
     byte_limit: int = 64 << 20
     max_seconds: float = 30.0
+    video: str = ""
+    fps: float = 2.0
+    frames: int = 0
+    min_frames: int = 4
+    max_frames: int = 768
+    video_pixels: tuple[int, int] = (131_072, 786_432)
+    frame_pixels: int = 0
+    folder_fps: float = 0.0
+    frame_limit: int = 200_000
     preset: str = ""
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -130,8 +150,25 @@ class SourceConfig:
         require(len(self.size) == 2 and min(self.size) > 0, "Source.size", self.size, "must be (height, width)")
         legal = bool(self.grids) and all(len(grid) == 2 and min(grid) > 0 for grid in self.grids)
         require(legal, "Source.grids", self.grids, "must be (rows, columns) pairs, such as ((1, 2), (2, 1), (2, 2))")
+        self._check_video()
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
+
+    def _check_video(self) -> None:
+        one_of("Source.video", self.video, VIDEOS)
+        for name in ("fps", "max_frames", "frame_limit"):
+            positive(f"Source.{name}", getattr(self, name))
+        for name in ("min_frames", "frame_pixels", "folder_fps"):
+            not_negative(f"Source.{name}", getattr(self, name))
+        fix = "must be 0, or 2 or more: the frames of a temporal patch"
+        require(self.frames == 0 or self.frames >= 2, "Source.frames", self.frames, fix)
+        fix = f"must be at least Source.min_frames ({self.min_frames}) and 2"
+        require(self.max_frames >= max(2, self.min_frames), "Source.max_frames", self.max_frames, fix)
+        legal = len(self.video_pixels) == 2 and 0 < self.video_pixels[0] <= self.video_pixels[1]
+        require(legal, "Source.video_pixels", self.video_pixels, "must be (fewest, most), such as (131072, 786432)")
+        if self.video:
+            fix = f"frames are resized with {' or '.join(FRAME_RESAMPLES)}; name one, or set Source.video to ''"
+            require(self.resample in FRAME_RESAMPLES, "Source.resample", self.resample, fix)
 
     def check_template(self, name: str, tokenizer: str) -> None:
         """Raises ConfigError if the dataset `name` has a folder's template and `Data.tokenizer` names no folder."""
@@ -145,7 +182,14 @@ class SourceConfig:
         limits = {
             name for name in ("max_pixels", "min_pixels", "max_patches") if not getattr(self, name)
         }  # 0: no limit
-        return {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
+        unread = {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
+        return unread | self._idle_of_videos()
+
+    def _idle_of_videos(self) -> dict[str, str]:
+        if not self.video:
+            return dict.fromkeys(_OF_VIDEOS, "Source.video='' takes no videos")
+        by_number = f"Source.frames={self.frames} decides the number of frames"
+        return dict.fromkeys(("fps", "min_frames", "max_frames"), by_number) if self.frames else {}
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
         """The template, with `pieces` in place of its own. Raises ConfigError if a folder's template cannot be read.

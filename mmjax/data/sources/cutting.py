@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.data.sources.media import Media
-from mmjax.data.sources.places import IMAGE, RECORDING
+from mmjax.data.sources.places import IMAGE, RECORDING, VIDEO
 from mmjax.data.sources.record import Record
 from mmjax.data.turns import SYSTEM, USER, Turn
 
@@ -31,10 +31,13 @@ def cut(record: Record, count: int) -> Record:
     """
     turns = record.dialogue
 
-    def media(values: tuple[Media, ...], mark: str) -> tuple[Media, ...]:
-        lost = sum(turn.text.count(mark) for turn in turns[count:])
+    def media(values: tuple[Media, ...], *marks: str) -> tuple[Media, ...]:
+        lost = sum(turn.text.count(mark) for turn in turns[count:] for mark in marks)
         return values[: len(values) - lost]
 
     return replace(
-        record, turns=turns[:count], images=media(record.images, IMAGE), recordings=media(record.recordings, RECORDING)
+        record,
+        turns=turns[:count],
+        images=media(record.images, IMAGE, VIDEO),
+        recordings=media(record.recordings, RECORDING),
     )

@@ -17,6 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from mmjax.configurable import require
 from mmjax.data.sources import storage
+from mmjax.data.sources.clips import Clip
 from mmjax.data.sources.config import RESAMPLES, SourceConfig
 from mmjax.data.sources.orientation import PNG, TAIL, orientation, swaps_sides, upright
 from mmjax.data.sources.record import Media
@@ -34,15 +35,17 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 
 
 class Measure(NamedTuple):
-    """Sizes of an image and its media, from its header.
+    """Sizes of an image or a video and its media, from its header.
 
     Attributes:
-      original: the upright image's height and width.
+      original: the upright image's height and width, or those of a video's frames.
       media: heights and widths of the media that it becomes, in order.
+      clip: the frames of a video; None for an image.
     """
 
     original: Size
     media: list[Size]
+    clip: Clip | None = None
 
 
 class Pictures:

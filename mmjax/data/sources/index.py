@@ -22,13 +22,14 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources import storage
+from mmjax.data.sources.clips import Clip
 from mmjax.data.sources.known_records import key_of_contents, unique_keys
 from mmjax.data.sources.record import Record
 from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 from mmjax.json_files import parse
 
-FORMAT = "mmjax-index-7"
+FORMAT = "mmjax-index-8"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -60,7 +61,8 @@ class Strings:
 class Measured(NamedTuple):
     """The entry of an index for one record; see `Index`.
 
-    images: for each image, (height, width) of each medium that it becomes. originals: (height, width) of each image.
+    images: for each image or video, (height, width) of each medium that it becomes. originals: (height, width) of each.
+    clips: (frames, frames a second) of each, (0, 0) for an image.
     recordings: number of frames of each.
     """
 
@@ -74,6 +76,7 @@ class Measured(NamedTuple):
     images: tuple[tuple[tuple[int, int], ...], ...]
     originals: tuple[tuple[int, int], ...]
     recordings: tuple[int, ...]
+    clips: tuple[tuple[int, float], ...]
     key: int = 0
 
 
@@ -88,10 +91,11 @@ class Index:
       tokens: int32 [N], number of tokens.
       learned: int32 [N], number of tokens with a loss weight.
       weights: float64 [N], sum of the loss weights except the first token's.
-      images: int32 [·, 3], for each medium made of images: the image's number in its record, height, width.
+      images: int32 [·, 3], for each medium made of images and videos: the image's number in its record, height, width.
       image_ends: int64 [N], the end of each record's rows in `images`.
       originals: int32 [·, 2], height and width of each image, upright and before it is resized.
-      original_ends: int64 [N], the end of each record's rows in `originals`.
+      clips: float64 [·, 2], the frames of each video and their rate, beside `originals`; 0 and 0 for an image.
+      original_ends: int64 [N], the end of each record's rows in `originals` and `clips`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
       keys: uint64 [N], hashes by which records are recognised in changed data; see `known_records`.
@@ -109,6 +113,7 @@ class Index:
     images: np.ndarray
     image_ends: np.ndarray
     originals: np.ndarray
+    clips: np.ndarray
     original_ends: np.ndarray
     recordings: np.ndarray
     recording_ends: np.ndarray
@@ -135,6 +140,11 @@ class Index:
     def upright(self, record: int) -> list[tuple[int, int]]:
         """(height, width) of each image of a record, before it is resized; `record` as in `sizes`."""
         return [(height, width) for height, width in self.originals[_span(self.original_ends, record)].tolist()]
+
+    def clips_of(self, record: int) -> list[Clip | None]:
+        """The frames of each video of a record, None for an image; `record` as in `sizes`."""
+        clips = self.clips[_span(self.original_ends, record)].tolist()
+        return [Clip(int(frames), rate) if frames else None for frames, rate in clips]
 
     def frames(self, record: int) -> list[int]:
         """Number of frames of each recording of a record; `record` as in `sizes`."""
@@ -338,6 +348,7 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         images=np.asarray([medium for of_record in media for medium in of_record], np.int32).reshape(-1, 3),
         image_ends=np.cumsum([len(of_record) for of_record in media], dtype=np.int64),
         originals=np.asarray([size for record in records for size in record.originals], np.int32).reshape(-1, 2),
+        clips=np.asarray([clip for record in records for clip in record.clips], np.float64).reshape(-1, 2),
         original_ends=np.cumsum([len(record.originals) for record in records], dtype=np.int64),
         recordings=np.asarray([n for record in records for n in record.recordings], np.int32),
         recording_ends=np.cumsum([len(record.recordings) for record in records], dtype=np.int64),

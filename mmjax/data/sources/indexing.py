@@ -23,6 +23,7 @@ from mmjax.data.sources.record import Entry, Reader
 from mmjax.data.sources.skipped import Fault, one_line
 from mmjax.data.sources.storage import Unreachable
 from mmjax.data.sources.tokenized import RecordTokenizer
+from mmjax.data.sources.video_files import files_of
 
 _MOST_KEYS = 12
 """The most unread keys of records that a message names."""
@@ -40,6 +41,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
     specs = {
         name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
         + ([spec.most_tiles] if spec.newline else [])
+        + ([spec.frames] if spec.frames > 1 else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
@@ -130,7 +132,9 @@ class Indexer:
         try:
             record = self.reader.read(entry.place)
             for media in (*record.images, *record.recordings):
-                if media.path and not storage.is_url(media.path):
+                if media.is_video:
+                    files |= dict.fromkeys(files_of(media))
+                elif media.path and not storage.is_url(media.path):
                     files[media.path] = None
             tokenized = self.records.measure(record)
             unread.update(dict.fromkeys([*record.unread, *self.records.unread_keys(record.dialogue)], 1))
@@ -150,6 +154,7 @@ class Indexer:
             images=tuple(tuple(image.media) for image in tokenized.images),
             originals=tuple(image.original for image in tokenized.images),
             recordings=tuple(tokenized.recordings),
+            clips=tuple(image.clip or (0, 0.0) for image in tokenized.images),
             key=indexes.key_of(record, self.records.config.question),
         )
 

@@ -47,17 +47,14 @@ def _weight(key: str, value: object) -> float:
 
 
 def require_plain(value: Mapping[str, Any]) -> None:
-    """Raises Unusable for a record with keys that mmjax cannot train on: videos, functions, or label=false.
+    """Raises Unusable for a record with keys that mmjax cannot train on: functions, or label=false.
 
-    value: the record as it is in the JSON; the keys are "video", "videos", "functions" and "label". Empty ones pass.
+    value: the record as it is in the JSON; the keys are "functions" and "label". Empty ones pass.
     """
     if value.get("label") is False:
         raise Unusable("label=false says that its answer is a bad one")
     if value.get("functions"):
         raise Unusable("it has functions: write them as tools")
-    for key in ("video", "videos"):
-        if value.get(key):
-            raise Unusable("it has a video; mmjax reads images and recordings, such as frames in `images`")
 
 
 def unread(value: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`Media`: an encoded image or recording of a record."""
+"""`Media`: an encoded image, recording or video of a record."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from mmjax.data.sources.storage import Unusable
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """An encoded image or recording: its bytes, or the path of their file. `name` is for messages."""
+    """An encoded image, recording or video.
+
+    Attributes:
+      name: its name for messages.
+      data: its bytes; None if they are in a file.
+      path: the path of its file, or of a folder of frames; "" for bytes.
+      is_video: whether it is a video.
+    """
 
     name: str
     data: bytes | None = None
     path: str = ""
+    is_video: bool = False
 
     def read(self, limit: int, head: int | None = None) -> bytes:
         """All bytes; of a file only the first `head`, if that is set.

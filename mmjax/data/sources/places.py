@@ -6,7 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -15,8 +15,22 @@ from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import as_text
 
 IMAGE, RECORDING, AUDIO, VIDEO = "<image>", "<recording>", "<audio>", "<video>"
-PLACES = {"image": "\ufdd6", "recording": "\ufdd7"}
+PLACES = {"image": "\ufdd6", "recording": "\ufdd7", "video": "\ufdd8"}
 """Characters for the places of parts while a dialogue is read. Unicode reserves them: no text has them."""
+_MARKS = {"image": (IMAGE,), "recording": (RECORDING, AUDIO), "video": (VIDEO,)}
+"""The marks of each sort in texts; the first one stands in the text of a record."""
+_SOUND = ("use_audio_in_video", "load_audio_from_video")
+_OF_VIDEO = {
+    **{key: "a video's sound track is not heard; give it as a recording beside the video" for key in _SOUND},
+    **dict.fromkeys(("fps", "raw_fps", "sample_fps"), "set Source.fps, or Source.folder_fps for a folder of frames"),
+    **dict.fromkeys(("nframes", "num_frames"), "set Source.frames"),
+    **dict.fromkeys(("min_frames", "max_frames"), "set it for the Source"),
+    **dict.fromkeys(("min_pixels", "max_pixels", "total_pixels"), "set Source.video_pixels"),
+    **dict.fromkeys(("resized_height", "resized_width", "video_start", "video_end"), "write another file"),
+}
+"""Keys that other libraries read in a video's part, and what to do instead."""
+_SEEN = ("image", "video")
+"""Sorts whose marks, in records that name no medium, mean that media are missing."""
 Find = Callable[[object, str], Media]
 """A function that makes a medium from its value in a record (a file name, or bytes) and a name for messages."""
 
@@ -52,13 +66,13 @@ class Places:
     Add all texts and parts in the order of the dialogue, then call `fill`.
 
     Args:
-      sort: "image" or "recording".
+      sort: "image", "recording" or "video".
       find: makes a medium from its value.
     """
 
     def __init__(self, sort: str, find: Find):
         self.sort, self._find = sort, find
-        self._marks = (IMAGE,) if sort == "image" else (RECORDING, AUDIO)
+        self._marks = _MARKS[sort]
         self._places: list[_Place] = []
 
     def add_text(self, text: str, *, is_question: bool) -> None:
@@ -72,7 +86,10 @@ class Places:
         part: such as {"type": "image", "image": "a.png"}; "index" names one of the record's media by number. Raises
         Unusable if its value names no medium.
         """
-        sort = "image" if self.sort == "image" else "audio"
+        for key in _OF_VIDEO if self.sort == "video" else ():
+            if part.get(key):
+                raise Unusable(f"a video has {key}={str(part[key])[:40]}, which is not read: {_OF_VIDEO[key]}")
+        sort = "audio" if self.sort == "recording" else self.sort
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None
         if isinstance(value, Mapping) and not is_empty(value.get("url")):
@@ -132,7 +149,8 @@ class Places:
                 return places
         if parts or len(self._places) < count:  # media without a mark come first, or too many for the parts
             return parts or self._places
-        if not count and (self.sort != "image" or not (is_named or any(map(has_place, texts)))):
+        has_places = any(has_place(text, self._marks[0]) for text in texts)
+        if not count and (self.sort not in _SEEN or not (is_named or has_places)):
             return []
         marks = len(self._places)
         raise Unusable(f"the dialogue has {marks} {self._marks[0]} marks for {count} {self.sort}s: name {marks}")
@@ -142,8 +160,10 @@ class Places:
             raise Unusable(f"one of its {self.sort}s is empty", medium=self.sort)
         try:
             if isinstance(value, str) and value[:5].lower() == "data:":
-                return Media(name=self.sort, data=_decoded(value))
-            return self._find(value, self.sort)
+                media = Media(name=self.sort, data=_decoded(value))
+            else:
+                media = self._find(value, self.sort)
+            return replace(media, is_video=self.sort == "video")
         except Unusable as error:
             is_name = isinstance(value, str) and value[:5].lower() != "data:"
             error.medium = error.medium or (str(value)[:200] if is_name else self.sort)
@@ -155,7 +175,7 @@ class Filled:
     """The media of one sort in the order of their places.
 
     Attributes:
-      sort: "image" or "recording".
+      sort: "image", "recording" or "video".
       media: the media.
       marks: whether marks in questions are places, and whether marks in answers are; else they are mere text.
     """
@@ -169,12 +189,25 @@ class Filled:
 
         text: the text as `Places` received it, with the characters of `PLACES` for parts.
         """
-        mark = IMAGE if self.sort == "image" else RECORDING
+        mark = _MARKS[self.sort][0]
         if self.sort == "recording" and self.media:
             text = text.replace(AUDIO, RECORDING)
         if not self.marks[0 if is_question else 1]:
             text = as_text(text, mark)
         return text.replace(PLACES[self.sort], mark)
+
+
+def in_text_order(texts: Sequence[str], media: Mapping[str, Sequence[Media]]) -> tuple[Media, ...]:
+    """The media of several marks in the order in which texts have the marks; those without a mark come first.
+
+    Args:
+      texts: all texts of the dialogue, with a mark at each place and nowhere else.
+      media: the media by mark, such as {"<image>": (…), "<video>": (…)}; those of a mark are in their order.
+    """
+    marks = [mark for text in texts for mark in re.findall("|".join(map(re.escape, media)), text)]
+    unmarked = [medium for mark, values in media.items() for medium in values[: len(values) - marks.count(mark)]]
+    left = {mark: iter(values[len(values) - marks.count(mark) :]) for mark, values in media.items()}
+    return (*unmarked, *(next(left[mark]) for mark in marks))
 
 
 def has_place(text: str, mark: str = IMAGE) -> bool:

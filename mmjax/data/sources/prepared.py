@@ -133,6 +133,7 @@ class PreparedRecords:
             lead=dialogue.lead,
             tail=dialogue.tail,
             media_tokens={name: self._records.tokenizer.media_token(name) for name in in_text(encoders)},
+            video_tokens={name: self._records.tokenizer.video_token(name) for name in in_text(encoders)},
             broken=(self.name, *faults[0]) if faults else (),
             normalised=(self.config.mean, self.config.std),
             tiled=self._tiled(number),
@@ -163,8 +164,8 @@ class PreparedRecords:
         return {name: sizes for name, sizes in by_encoder.items() if sizes}
 
     def _images(self, number: int) -> list[Measure]:
-        """The sizes of a record's images."""
-        return list(map(Measure, self.index.upright(number), self.index.sizes(number)))
+        """The sizes of a record's images and videos."""
+        return list(map(Measure, self.index.upright(number), self.index.sizes(number), self.index.clips_of(number)))
 
     def _prompt_media(self, number: int, dialogue: EncodedDialogue) -> dict[str, int]:
         """Number of media before the last answer, by encoder."""
@@ -216,19 +217,22 @@ class PreparedRecords:
         """The media of an encoder. Unreadable media are blank; the reasons are added to `faults`."""
         is_image, encoded = name == self._records.image, ()
         if is_image:
+            measures: list[Measure | None] = [*self._images(number)]
             sizes_of_files: list[list[Any]] = [*self.index.sizes(number)]
         else:
             sizes_of_files = [[(frames,)] for frames in self.index.frames(number)]
+            measures = [None] * len(sizes_of_files)
         if tokenized:
             encoded = tokenized.record.images if is_image else tokenized.record.recordings
         media: list[np.ndarray] = []
-        for at, sizes in enumerate(sizes_of_files):
-            arrays = [np.zeros((*size, self._records.encoders[name].channels), np.float32) for size in sizes]
+        for at, (sizes, measure) in enumerate(zip(sizes_of_files, measures, strict=True)):
+            spec = self._records.encoders[name]
+            values = spec.channels * (spec.frames if measure and measure.clip else 1)
+            arrays = [np.zeros((*size, values), np.float32) for size in sizes]
             if tokenized and encoded:
                 record = tokenized.record.id
                 with self._noting(faults, number, record), self._records.naming(encoded[at], name, at):
-                    data = encoded[at].read(self.config.byte_limit)
-                    decoded = self._records.decode(name, data, alone=tokenized.alone)
+                    decoded = self._records.decode(name, encoded[at], measure, alone=tokenized.alone)
                     if [medium.shape for medium in decoded] != [blank.shape for blank in arrays]:
                         raise Unusable(_CHANGED)
                     arrays = decoded

@@ -10,11 +10,23 @@ from typing import Any, Protocol
 from mmjax import json_files
 from mmjax.data.sources.keys import TURN, require_plain, shown, unread, weight_of
 from mmjax.data.sources.media import Media
-from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, has_place, is_empty
+from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, in_text_order, is_empty
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import ASSISTANT, LITERAL, SYSTEM, USER, Turn, Turns, as_turns
 
-__all__ = ["IMAGE", "RECORDING", "Entry", "Find", "Media", "Reader", "Record", "Turn", "Unusable", "parse_record"]
+__all__ = [
+    "IMAGE",
+    "RECORDING",
+    "VIDEO",
+    "Entry",
+    "Find",
+    "Media",
+    "Reader",
+    "Record",
+    "Turn",
+    "Unusable",
+    "parse_record",
+]
 _ROLES = {
     **{name: USER for name in ("user", "human")},
     **{name: ASSISTANT for name in ("assistant", "gpt", "model")},
@@ -24,6 +36,9 @@ _ROLES = {
 _KEPT = f"[{LITERAL}{''.join(PLACES.values())}]"
 _MOST_VALUES = 1 << 20
 """The most values in a record's JSON."""
+_SORTS = {"image": ("image", "images"), "recording": ("audio", "audios"), "video": ("video", "videos")}
+"""Keys of a record with its media, by the sort of media; the first is also a type of parts."""
+_TYPES = tuple(single for single, _ in _SORTS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +46,9 @@ class Record:
     """A dialogue about media.
 
     Attributes:
-      turns: its turns in order; a pair of texts is a question and its answer. `<image>` and `<recording>` in them mark
-        the places of the media.
-      images: its images, in the order of their marks.
+      turns: its turns in order; a pair of texts is a question and its answer. `<image>`, `<video>` and `<recording>` in
+        them mark the places of the media.
+      images: its images and videos, in the order of their marks; those without a mark come first, videos after images.
       recordings: its recordings, in the order of their marks.
       system: its system prompt; "" = the source's.
       tools: descriptions of the tools that the model may call.
@@ -104,19 +119,20 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
 
     Turns are in `conversations` or `messages` (LLaVA's `from`, `value`; or `role`, `content`), in `question` and
     `answer`, or in `caption` or `text`, which is an answer to `question`. Images are in `image` or `images`, recordings
-    in `audio` or `audios`: a value or a list of them. The content of a turn is a string, or, as in Hugging Face's data,
-    a list of parts of type "text", "image" or "audio". A part may have a medium; else it takes the record's next one.
+    in `audio` or `audios`, videos in `video` or `videos`: a value or a list of them. The content of a turn is a string,
+    or, as in Hugging Face's data, a list of parts of type "text", "image", "audio" or "video". A part may have a
+    medium; else it takes the record's next one.
 
     Args:
       value: the object, with the keys above.
-      find: makes a `Media` from a value of an image or recording in the object, and "image" or "recording":
+      find: makes a `Media` from a value of a medium in the object, and "image", "recording" or "video":
         `lambda value, kind: Media(name=value, path=f"images/{value}")`.
       question: the question that a caption answers.
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
 
     Returns:
-      `turns`, in whose texts "<image>" and "<recording>" mark the places of media, and `images` and `recordings`, the
-      `Media` in the order of their marks; `id` is "" without one.
+      `turns`, in whose texts "<image>", "<video>" and "<recording>" mark the places of media, and `images` (with
+      videos) and `recordings`, the `Media` in the order of their marks; `id` is "" without one.
 
     Raises:
       Unusable: it is no record, or has something that mmjax cannot train on.
@@ -134,7 +150,7 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
 
 def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: bool) -> Record:
     require_plain(value)
-    places = Places("image", find), Places("recording", find)
+    places = tuple(Places(sort, find) for sort in _SORTS)
     turns = _turns(value, question, places)
     system = _text(value, "system") if value.get("system") else ""
     if turns and turns[0].role == SYSTEM:
@@ -143,11 +159,9 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
         system, turns = turns[0].text, turns[1:]
     _require_answer(turns, is_prompt=is_prompt)
     texts = [turn.text for turn in turns]
-    if any(has_place(text, VIDEO) for text in texts):
-        raise Unusable(f"it has a {VIDEO} mark; mmjax reads images and recordings, such as frames in `images`")
     filled = [
         of_kind.fill(_listed(value, *keys), texts, is_named=any(key in value for key in keys))
-        for of_kind, keys in zip(places, (("image", "images"), ("audio", "audios")), strict=True)
+        for of_kind, keys in zip(places, _SORTS.values(), strict=True)
     ]
     if not any(of_kind.media for of_kind in filled):
         _require_no_medium(value, question)
@@ -157,10 +171,10 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
         for of_kind in filled:
             text = of_kind.text(text, is_question=not turn.is_answer)
         written.append(replace(turn, text=text))
-    images, recordings = (of_kind.media for of_kind in filled)
+    images, recordings, videos = (of_kind.media for of_kind in filled)
     return Record(
         turns=tuple(written),
-        images=images,
+        images=in_text_order([turn.text for turn in written], {IMAGE: images, VIDEO: videos}),
         recordings=recordings,
         system=system,
         tools=_tools(value),
@@ -180,9 +194,9 @@ def _require_answer(turns: Sequence[Turn], *, is_prompt: bool) -> None:
 def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
     """Refuses a caption whose medium is missing: nothing to caption. Raises Unusable."""
     key = _caption_key(value)
-    names = [name for name in ("image", "images", "audio", "audios") if name in value]
+    names = [name for keys in _SORTS.values() for name in keys if name in value]
     if key and (question or names):
-        lacks = f"{names[0]}={shown(value[names[0]])}" if names else "it has no image and no recording"
+        lacks = f"{names[0]}={shown(value[names[0]])}" if names else "it has no image, no video and no recording"
         raise Unusable(f"a {key} without its medium: {lacks}")
 
 
@@ -278,10 +292,10 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_
             texts.append(_text(part, "text"))
             for of_kind in places:
                 of_kind.add_text(texts[-1], is_question=is_question)
-        elif sort in ("image", "audio") and places:
-            texts.append(places[sort == "audio"].add_part(part, is_question=is_question))
+        elif sort in _TYPES and places:
+            texts.append(places[_TYPES.index(sort)].add_part(part, is_question=is_question))
         else:
-            legal = "text, image and audio" if places else "text"
+            legal = "text, image, audio and video" if places else "text"
             raise Unusable(f"a part of {key} is of type {str(part.get('type'))[:40]!r}: {legal} can be read")
     return "".join(texts)
 

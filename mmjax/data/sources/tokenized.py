@@ -12,6 +12,7 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
+from mmjax.data.pieces import Count, Timed
 from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.sample import EncodedDialogue, encode_dialogue
 from mmjax.data.sources.config import PROMPTS, SourceConfig
@@ -22,6 +23,7 @@ from mmjax.data.sources.record import Media, Record
 from mmjax.data.sources.recordings import Recordings
 from mmjax.data.sources.skipped import reason_of
 from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.sources.videos import Videos
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec
@@ -38,7 +40,7 @@ class TokenizedRecord:
       record: the record, without turns that were cut off.
       alone: whether the record, before it was cut, has a single image.
       dialogue: its tokens.
-      images: sizes of its images, and of the media that each becomes.
+      images: sizes of its images and videos, and of the media that each becomes.
       recordings: number of frames of each of its recordings.
     """
 
@@ -64,6 +66,7 @@ class RecordTokenizer:
       image: name of the encoder of images.
       audio: name of the encoder of recordings.
       pictures: makes media of images; None without an encoder for them.
+      videos: makes media of videos; None without an encoder for images.
       template: the chat template.
 
     Raises:
@@ -91,6 +94,7 @@ class RecordTokenizer:
             **({self.audio: audio} if audio and audio.log_mel else {}),
         }
         self.pictures = Pictures(name, config, image) if image and image.axes == 2 else None
+        self.videos = Videos(name, config, image) if image and image.axes == 2 else None
         self._recordings = Recordings(config, audio) if audio and audio.log_mel else None
 
     def measure(self, record: Record) -> TokenizedRecord:
@@ -100,17 +104,21 @@ class RecordTokenizer:
         its media, or one of them cannot be read; and ValueError if the template does not take the dialogue.
         """
         for media, encoder, kind in (
-            (record.images, self.pictures, "image"),
-            (record.recordings, self._recordings, "sound"),
+            (record.images, self.pictures, "an image"),
+            (record.recordings, self._recordings, "a sound"),
         ):
             if media and not encoder:
-                raise Unusable(f"it has an {kind}, and no encoder of the model takes one")
+                kind = "a video" if media[0].is_video else kind
+                raise Unusable(f"it has {kind}, and no encoder of the model takes one")
         alone = len(record.images) == 1
         images, recordings = list[Measure](), list[int]()
         for number, medium in enumerate(record.images):
-            assert self.pictures
+            assert self.pictures and self.videos
+            if medium.is_video:
+                self.videos.require_taken(self.image)
             with self.naming(medium, self.image, number):
-                images.append(self.pictures.measure_file(medium, alone=alone))
+                measured = self.videos.measure(medium) if medium.is_video else None
+                images.append(measured or self.pictures.measure_file(medium, alone=alone))
         for number, medium in enumerate(record.recordings):
             assert self._recordings
             with self.naming(medium, self.audio, number):
@@ -139,7 +147,7 @@ class RecordTokenizer:
 
         Args:
           record: the record.
-          images: sizes of its images; later ones than the record's are ignored.
+          images: sizes of its images and videos; later ones than the record's are ignored.
           recordings: number of frames of its recordings; as above.
           alone: see `TokenizedRecord`.
 
@@ -165,21 +173,27 @@ class RecordTokenizer:
         """`length` tokens without text: the placeholders of all media, and end tokens around them."""
         tokens = [self.tokenizer.eos]
         for name, counts in self._token_counts(images, recordings).items():
-            tokens += [self.tokenizer.media_token(name)] * sum(counts)
+            alike = (count.count * len(count.seconds) if isinstance(count, Timed) else count for count in counts)
+            tokens += [self.tokenizer.media_token(name)] * sum(alike)
         tokens += [self.tokenizer.eos] * (length - len(tokens))
         return EncodedDialogue(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
 
-    def decode(self, name: str, data: bytes, *, alone: bool) -> list[np.ndarray]:
-        """The media of encoder `name` that an encoded image or recording becomes, float32 [h, w, C] or [F, M].
+    def decode(self, name: str, media: Media, measure: Measure | None, *, alone: bool) -> list[np.ndarray]:
+        """The media of encoder `name` that an image, a video or a recording becomes, float32 [h, w, C] or [F, M].
 
         Args:
           name: `image` or `audio`.
-          data: all bytes of the image or recording.
+          media: the image, video or recording.
+          measure: the sizes of a video when it was indexed; None for others.
           alone: see `TokenizedRecord`.
 
         Raises:
           Unusable: it cannot be decoded. Decoders may raise other errors.
         """
+        if media.is_video:
+            assert self.videos and measure
+            return self.videos.media(media, measure)
+        data = media.read(self.config.byte_limit)
         if name == self.image:
             assert self.pictures
             return self.pictures.media(data, alone=alone)
@@ -202,7 +216,8 @@ class RecordTokenizer:
         except (ConfigError, Unreachable):
             raise
         except Exception as error:
-            place = f"{'image' if name == self.image else 'recording'} {number + 1}"
+            kind = "video" if media.is_video else "image" if name == self.image else "recording"
+            place = f"{kind} {number + 1}"
             raise Unusable(reason_of(error), medium=media.path or f"{place} ({media.name})") from error
 
     def unread_keys(self, turns: Sequence[Turn]) -> tuple[str, ...]:
@@ -211,15 +226,20 @@ class RecordTokenizer:
         template = self.template
         return named(key for key in keys if not (isinstance(template, FolderTemplate) and template.reads(key)))
 
-    def _token_counts(self, images: Sequence[Measure], recordings: Sequence[int]) -> dict[str, list[int]]:
-        """Number of LLM tokens of each medium, by encoder; an encoder without media is left out."""
-        counts: dict[str, list[int]] = {}
+    def _token_counts(self, images: Sequence[Measure], recordings: Sequence[int]) -> dict[str, list[Count]]:
+        """Number of LLM tokens of each image, video and recording, by encoder; one without media is left out."""
+        counts: dict[str, list[Count]] = {}
         if images:
-            assert self.pictures
-            counts[self.image] = [self.pictures.tokens(image) for image in images]
+            counts[self.image] = [self._tokens(image) for image in images]
         if recordings:
             counts[self.audio] = [self.encoders[self.audio].tokens(frames) for frames in recordings]
         return counts
+
+    def _tokens(self, measure: Measure) -> Count:
+        assert self.pictures and self.videos
+        if not measure.clip:
+            return self.pictures.tokens(measure)
+        return Timed(count=self.videos.spec.tokens(*measure.media[0]), seconds=self.videos.seconds(measure.clip))
 
     def _bounded(self, record: Record) -> Record:
         """The record; under `Source.cut` without its last turns if its text is far too long to be encoded."""

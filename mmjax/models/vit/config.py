@@ -77,7 +77,7 @@ class ViTConfig(EqualHeads, SquarePatches):
         the patches in an image's corners read the corners of the table, as in Qwen3-VL).
       class_token: whether a class token, with its own position, precedes each image's patches. Patches attend to it; it
         is not sent to the LLM.
-      frames: video frames of a patch; an image is repeated for all of them (Qwen2-VL has 2).
+      frames: frames of a patch: of a video so many follow one another, an image is repeated (Qwen2-VL has 2).
       patch_bias: whether the patch embedding has a bias.
       norm: ``layer`` or ``rms``.
       stem_norm, last_norm: whether there is a norm behind the embeddings, and behind the last layer.

@@ -71,14 +71,12 @@ def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R 
     """Features of patches and class tokens, with learned positions, after the stem's norm if there is one.
 
     ``p`` are the encoder's parameters of the first stage: "patch", with "kernel" and "bias", and as the settings have
-    them "class_token", "position" and "stem_norm". P are the numbers of a patch, channels · patch², and the context's
-    inputs include "patches" [R, T, P] and "positions" [R, T, 2].
+    them "class_token", "position" and "stem_norm". P are the numbers of a patch, frames · channels · patch², and the
+    context's inputs include "patches" [R, T, P] and "positions" [R, T, 2].
     """
     inputs = context.inputs
     patch, positions_RT2 = p["patch"], inputs["positions"]
-    # All frames of an image's patch are equal.
-    patches_RTP = jnp.concatenate([inputs["patches"].astype(patch["kernel"].dtype)] * c.frames, axis=-1)
-    x_RTD = linear(patches_RTP, patch["kernel"], patch.get("bias"))
+    x_RTD = linear(inputs["patches"].astype(patch["kernel"].dtype), patch["kernel"], patch.get("bias"))
     if c.class_token:
         x_RTD = _with_class_tokens(x_RTD, p["class_token"], positions_RT2[..., 0] < 0)
     if c.has_table:

@@ -65,6 +65,7 @@ class VisionTransformer(Module):
             patch=c.patch,
             merge=c.merge,
             channels=c.channels,
+            frames=c.frames,
             axes=2,
             special=int(c.class_token),
             longest=c.grid if c.has_table and c.interpolate == "none" else 0,

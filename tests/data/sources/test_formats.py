@@ -211,9 +211,9 @@ def test_wrong_parts_are_named(tmp_path):
         ({"images": ["a.png", "b.png"], "messages": dialogue(parts(PLACE), "y")}, "2 images beside the dialogue", ""),
         ({"images": ["a.png"], "messages": dialogue(parts(image), "y")}, "1 images beside the dialogue for 0", ""),
         ({"images": ["a.png"], "messages": dialogue(parts({**PLACE, "index": 1}), "y")}, "1 images beside the d", ""),
-        ({"messages": dialogue(parts({"type": "video"}), "y")}, "turn 1: a part of content is of type 'video'", ""),
+        ({"messages": dialogue(parts({"type": "video"}), "y")}, "0 videos beside the dialogue for 1 places in it", ""),
         ({"messages": dialogue(["x"], "y")}, "turn 1: a part of content must be an object, not str", ""),
-        ({"caption": "y", "video": "x.mp4"}, "it has a video; mmjax reads images and recordings", ""),
+        ({"question": "q", "answer": "y", "video": "x.mp4"}, "it has a video, and vision has patches of a", ""),
         ({"messages": dialogue("x", parts({"type": "text"}))}, "turn 2: text=None must be a string", ""),
         ({"messages": [{"role": "system", "content": [PLACE]}]}, "turn 1: a part of content is of type 'image'", ""),
         ({"messages": dialogue(parts({**image, "image": "http://h/x.png"}), "y")}, "is a URL; media are", "http://h/x.png"),
@@ -299,7 +299,7 @@ def test_a_caption_without_its_medium_is_no_sample(tmp_path):
     mixture = opened(tmp_path, replace(CAPTION, path=str(tmp_path / "0.tar")), split="test")
     assert [text_of(mixture.sample(at).tokens) for at in range(len(mixture))] == ["1:<v>Describe the image. good$"]
     faults = {fault.name.rpartition(":")[2]: fault.reason for fault in mixture.sources[0].index.left_out()}
-    alone = "without its medium: it has no image and no recording"
+    alone = "without its medium: it has no image, no video and no recording"
     reasons = {
         "0": alone, "1": alone, "2": "its caption is of 'heic', which ends as no image", "3": "says nothing",
         "4": "has no conversations", "6": "says nothing",

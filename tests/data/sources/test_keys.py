@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no answer": ({"messages": dialogue("a", "b")[:1]}, "the dialogue has no answer"),
     "a question last": ({"messages": dialogue("a", "b", "c")}, "the dialogue does not end with an answer"),
     "dog": ({"messages": [{"role": "dog", "content": "x"}]}, "turn 1 is from 'dog': none of user, human, assistant"),
-    "video": ({"messages": dialogue("<video>\nwhat?", "x")}, "it has a <video> mark"),
+    "video": ({"messages": dialogue("<video>\nwhat?", "x")}, "the dialogue has 1 <video> marks for 0 videos: name 1"),
 }  # fmt: skip
 
 

@@ -1,0 +1,272 @@
+"""Makes ``video/``: what transformers makes of videos, their frames, texts and positions, and of models that see them.
+
+    python tests/oracles/make_video.py
+
+It needs torch, torchvision and transformers. Videos are drawn from seeds (``drawn_video``), so that only what
+transformers makes of them is kept: ``values.npz`` has every fifth pixel of every temporal patch, ``dialogues.json`` the
+token ids, and ``MODEL.npz`` for each of ``MODELS`` a packed row's losses, gradients, hidden states and logits, and a
+greedy continuation. The models are those of ``qwen/``.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from drawn_videos import VIDEOS, drawn_video, named_video
+from make_processors import QWEN3, image_processor
+from make_qwen import END, IMAGE, MERGE, PATCH, START, VIDEO, patches_of
+from make_whole_generated import SMALL, rules
+from transformers.image_utils import load_image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+HERE = Path(__file__).parent / "video"
+FOLDERS = Path(__file__).parent
+STRIDE = 5
+RULES: dict[str, Any] = {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 40}}
+MODELS = {"qwen3_vl": 12, "qwen3_5": 13}
+"""Models, and the seeds of their texts, with which greedy words vary and are no token of a medium."""
+SIZES = ((16, 24), (24, 16), (8, 24))
+"""Heights and widths of an image, of the frames of a video, and of those of another."""
+SEQUENCES = ("tivt", "tv", "tiit")
+"""``t`` is a run of text, ``i`` an image, ``v`` a video of the next number of ``TEMPORAL`` patches."""
+TEMPORAL = (3, 2)
+PROMPT, NEW = "tivt", 24
+MESSAGES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [{"type": "video", "video": "odd.mkv"}, {"type": "text", "text": "What is it?"}]}],
+    [
+        {"role": "user", "content": [{"type": "image", "image": "odd.png"}, {"type": "text", "text": "What is this?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A red ball."}]},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "video", "video": "small.mkv"}]},
+    ],
+]
+"""Messages that whole models answer; their videos are those of ``VIDEOS``."""
+
+
+def processed() -> dict[str, Any]:
+    """Pixels and indices of videos, as the processor makes them."""
+    values: dict[str, Any] = {}
+    for name, (count, _, _, rate, more) in VIDEOS.items():
+        made = Qwen3VLVideoProcessor(**{**RULES, "cap_pixels_per_frame": False, **more})
+        pixels = torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy())
+        metadata = [{"fps": rate, "total_num_frames": count}]
+        found = made([pixels], video_metadata=metadata, return_metadata=True, return_tensors="pt")
+        times, rows, columns = (int(n) for n in found["video_grid_thw"][0])
+        patches = found["pixel_values_videos"].numpy().reshape(times, rows // 2, columns // 2, 2, 2, 3, 2, 16, 16)
+        laid = patches.transpose(0, 1, 3, 7, 2, 4, 8, 6, 5).reshape(times, rows * 16, columns * 16, 6)
+        values[f"{name}/shape"] = np.asarray(laid.shape)
+        values[f"{name}/pixels"] = laid[:, ::STRIDE, ::STRIDE].astype(np.float32)
+        values[f"{name}/frames"] = np.asarray(found["video_metadata"][0].frames_indices)
+    return values
+
+
+def text(said: str) -> dict[str, str]:
+    return {"type": "text", "text": said}
+
+
+def dialogues() -> dict[str, Any]:
+    """Token ids of dialogues with videos, by the rules of the folder ``processors/qwen3_vl``."""
+    own = transformers.AutoTokenizer.from_pretrained(FOLDERS / "processors" / "qwen3_vl")
+    moving = "{%- elif part.type == 'video' or 'video' in part %}<|vision_start|><|video_pad|><|vision_end|>"
+    template = QWEN3.replace("{%- elif 'text' in part %}", moving + "{%- elif 'text' in part %}")
+    processor = Qwen3VLVideoProcessor(**RULES, cap_pixels_per_frame=False)
+    made = transformers.Qwen3VLProcessor(image_processor("qwen3_vl"), own, processor, chat_template=template)
+    folder = HERE / "folder"
+    own.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    image_processor("qwen3_vl").save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
+    names |= {"vision_end": "<|vision_end|>"}
+    ids = {f"{key}_token_id": own.convert_tokens_to_ids(token) for key, token in names.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **ids, "vision_config": {}}) + "\n")
+    image = drawn_video(90, 1, 64, 96)[0]
+    cases: dict[str, list[list[str]]] = {
+        "one": [["odd", "What is in the picture?"], ["A small dog."]],
+        "several": [["two", "and ", "image", " or ", "long"], ["a red ball"], ["wide", "the other?"], ["not here"]],
+    }
+    found: dict[str, Any] = {}
+    for name, turns in cases.items():
+        messages, videos, metadata, images = [], [], [], []
+        for number, turn in enumerate(turns):
+            parts: list[dict[str, str]] = []
+            for part in turn:
+                if part in VIDEOS:
+                    count, _, _, rate, _ = VIDEOS[part]
+                    videos.append(torch.from_numpy(named_video(part).transpose(0, 3, 1, 2).copy()))
+                    metadata.append({"fps": rate, "total_num_frames": count})
+                    parts.append({"type": "video"})
+                elif part == "image":
+                    images.append(image)
+                    parts.append({"type": "image"})
+                else:
+                    parts.append(text(part))
+            messages.append({"role": "assistant" if number % 2 else "user", "content": parts})
+        by_end = {}
+        for key, kept, prompt in (("ids", messages, False), ("prompt", messages[:-1], True)):
+            written = own.apply_chat_template(
+                kept, chat_template=template, tokenize=False, add_generation_prompt=prompt
+            )
+            given = made(
+                text=[written], videos=videos, video_metadata=[dict(m) for m in metadata], images=images or None
+            )
+            by_end[key] = [int(i) for i in given["input_ids"][0]]
+        found[name] = {"turns": turns, **by_end}
+    return found
+
+
+def sequence(kinds: str, sizes: list[tuple[int, int]], temporal: list[int], rng: np.random.Generator) -> list[int]:
+    """Its tokens: a temporal patch has a time of text before it."""
+    found: list[int] = []
+    for kind in kinds:
+        if kind == "t":
+            found += rng.integers(0, 256, 5).tolist()
+            continue
+        height, width = sizes.pop(0)
+        count, token = height * width // (PATCH * MERGE) ** 2, IMAGE if kind == "i" else VIDEO
+        for _ in range(temporal.pop(0) if kind == "v" else 1):
+            found += rng.integers(0, 256, 3).tolist() if kind == "v" else []
+            found += [START, *[token] * count, END]
+    return found
+
+
+def inputs(kinds: str, seed: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """A sequence as the model takes it, and its media: images [h, w, 3], temporal patches [h, w, 6]."""
+    rng = np.random.default_rng(seed)
+    sizes, temporal = list(SIZES), list(TEMPORAL)
+    tokens = torch.tensor([sequence(kinds, list(sizes), list(temporal), rng)])
+    given: dict[str, Any] = {"input_ids": tokens}
+    given["mm_token_type_ids"] = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+    media, images, videos, grids = [], [], [], []
+    for kind in kinds.replace("t", ""):
+        height, width = sizes.pop(0)
+        count = temporal.pop(0) if kind == "v" else 1
+        channels = 6 if kind == "v" else 3
+        own = [rng.normal(size=(height, width, channels)).astype(np.float16).astype(np.float32) for _ in range(count)]
+        media += own
+        if kind == "i":
+            images.append(own[0])
+        else:
+            videos += [_cut(patch) for patch in own]
+            grids.append([count, height // PATCH, width // PATCH])
+    if images:
+        given["pixel_values"], given["image_grid_thw"] = patches_of(images)
+    if videos:
+        given["pixel_values_videos"] = torch.from_numpy(np.concatenate(videos))
+        given["video_grid_thw"] = torch.tensor(grids)
+    return given, media
+
+
+def _cut(patch: np.ndarray) -> np.ndarray:
+    """Patches of a temporal patch [h, w, 6] in the order of the processor: channel, frame, row, column."""
+    height, width, _ = patch.shape
+    rows, columns = height // (PATCH * MERGE), width // (PATCH * MERGE)
+    cut = patch.reshape(rows, MERGE, PATCH, columns, MERGE, PATCH, 2, 3).transpose(0, 3, 1, 4, 7, 6, 2, 5)
+    return np.ascontiguousarray(cut.reshape(rows * columns * MERGE**2, -1))
+
+
+def model_values(name: str, seed: int) -> dict[str, Any]:
+    """What a model makes of the sequences, and its gradients."""
+    made = transformers.AutoModelForImageTextToText.from_pretrained(FOLDERS / "qwen" / name).eval()
+    values: dict[str, Any] = {}
+    losses, counts = [], []
+    for number, kinds in enumerate(SEQUENCES):
+        given, media = inputs(kinds, seed + number)
+        output = made(**given, output_hidden_states=True)
+        tokens, logits = given["input_ids"][0], output.logits[0]
+        loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
+        counted = (tokens[1:] != IMAGE) & (tokens[1:] != VIDEO)
+        losses.append((loss * counted).sum())
+        counts.append(int(counted.sum()))
+        positions, _ = made.model.get_rope_index(
+            given["input_ids"], given["mm_token_type_ids"], given.get("image_grid_thw"), given.get("video_grid_thw")
+        )
+        values |= {f"media_{number}_{at}": medium for at, medium in enumerate(media)}
+        values |= {
+            f"tokens_{number}": tokens.numpy(),
+            f"positions_{number}": positions[:, 0].T.numpy(),
+            f"logprobs_{number}": -loss.detach().numpy(),
+            f"hidden_{number}": output.hidden_states[-1][0].detach().numpy(),
+            f"logits_{number}": logits.detach().numpy(),
+        }
+    mean = torch.stack(losses).sum() / sum(counts)
+    mean.backward()
+    values["loss"] = mean.detach().numpy()
+    gradients = {
+        key: np.zeros(own.shape, np.float32) if own.grad is None else own.grad.numpy()
+        for key, own in made.named_parameters()
+    }
+    values |= {f"gradient/{key}": own for key, own in gradients.items()}
+    given, media = inputs(PROMPT, seed + 50)
+    plain = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, return_dict_in_generate=True)
+    out = made.generate(**given, **plain, output_logits=True, eos_token_id=None)
+    said = out.sequences[0, given["input_ids"].shape[1] :].numpy()
+    top = torch.stack([own[0].topk(2).values for own in out.logits])
+    values |= {f"prompt_media_{at}": medium for at, medium in enumerate(media)}
+    values |= {"prompt": given["input_ids"][0].numpy(), "generated": said}
+    values["lead"] = (top[:, 0] - top[:, 1]).min().numpy()
+    return values
+
+
+def answers(name: str) -> dict[str, Any]:
+    """What a whole model of ``generated/`` says to messages with videos, greedily."""
+    own = transformers.AutoTokenizer.from_pretrained(HERE / "folder")
+    small = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4 * 24 * 24}}
+    processor = Qwen3VLVideoProcessor(**small, cap_pixels_per_frame=False)
+    processor.save_pretrained(HERE / "answers")
+    images = Qwen2VLImageProcessorPil(**{**rules("qwen3_vl"), **SMALL})
+    template = (HERE / "folder" / "chat_template.jinja").read_text()
+    made = transformers.Qwen3VLProcessor(images, own, processor, chat_template=template)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(FOLDERS / "generated" / name).eval()
+    values: dict[str, Any] = {}
+    for number, asked in enumerate(MESSAGES):
+        parts = [part for message in asked for part in message["content"]]
+        names = [Path(part["video"]).stem for part in parts if part["type"] == "video"]
+        pictures = [
+            load_image(str(FOLDERS / "processors" / part["image"])) for part in parts if part["type"] == "image"
+        ]
+        given = made(
+            text=[made.apply_chat_template(asked, add_generation_prompt=True)],
+            images=[pictures] if pictures else None,
+            videos=[torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy()) for name in names],
+            video_metadata=[{"fps": VIDEOS[name][3], "total_num_frames": VIDEOS[name][0]} for name in names],
+            return_tensors="pt",
+        )
+        with torch.no_grad():
+            out = model.generate(
+                **given, do_sample=False, max_new_tokens=NEW, return_dict_in_generate=True, output_logits=True
+            )
+        said, logits = out.sequences[0, given["input_ids"].shape[1] :], torch.stack(out.logits)[:, 0]
+        best = logits.topk(2).values
+        print(name, given["input_ids"].shape, "closest", float((best[:, 0] - best[:, 1]).min()), said.tolist())
+        values |= {f"prompt_{number}": given["input_ids"][0].numpy(), f"tokens_{number}": said.numpy()}
+        values[f"logprobs_{number}"] = logits.log_softmax(-1).gather(1, said[:, None])[:, 0].numpy()
+    return values
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    HERE.mkdir(exist_ok=True)
+    versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
+    if "models" not in sys.argv[1:]:
+        np.savez_compressed(HERE / "values.npz", versions=versions, **processed())
+        (HERE / "dialogues.json").write_text(json.dumps(dialogues(), ensure_ascii=False) + "\n")
+    (HERE / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in MESSAGES))
+    np.savez_compressed(
+        HERE / "answers.npz", **{f"{name}/{key}": own for name in MODELS for key, own in answers(name).items()}
+    )
+    for name, seed in MODELS.items():
+        values = model_values(name, seed)
+        print(name, float(values["loss"]), float(values["lead"]), values["generated"].tolist())
+        np.savez_compressed(HERE / f"{name}.npz", versions=versions, **values)
+
+
+if __name__ == "__main__":
+    main()

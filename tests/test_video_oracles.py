@@ -1,0 +1,197 @@
+"""Models that see videos: what transformers computes (``oracles/make_video.py``), packed, and torch's gradients.
+
+Three sequences: an image and then a video of three temporal patches, a video alone, and two images. A temporal patch
+has two frames that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from qwen_oracle import (
+    FOLDERS,
+    IMAGE,
+    MODULES,
+    Oracle,
+    apart,
+    configured,
+    opened,
+    run,
+    tokens_of,
+)
+
+from mmjax.data.mrope import sample_positions
+from mmjax.data.packing import Packer
+from mmjax.data.sample import meta_of
+from mmjax.data.types import Sample
+from mmjax.models.llama.layers import logits
+from mmjax.models.pretrained import find_pretrained
+from mmjax.models.vocabulary import cross_entropy
+from mmjax.reference import greedy, sample_logits
+from mmjax.train.trainer import Trainer
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.parameters import find_leaves
+from mmjax.weights.table import expand
+
+KINDS = ("qwen3_vl", "qwen3_5")
+VIDEO, LENGTH, PATCHES = 262, 120, 224
+BOUNDS = {"qwen3_vl": 2e-5, "qwen3_5": 1e-4}
+"""The norm behind a small output of a delta layer makes fp32 five times less exact."""
+Arrays = dict[str, np.ndarray]
+
+
+@cache
+def oracle(kind: str) -> Oracle:
+    return Oracle(*opened(FOLDERS / kind), dict(np.load(FOLDERS.parent / "video" / f"{kind}.npz")))
+
+
+def sample_of(values: Mapping[str, np.ndarray], name: str, media: str, placeholder: int = 0) -> Sample:
+    """A sequence and its media; with ``placeholder`` in place of the tokens of images and videos."""
+    tokens, count = values[name], sum(key.startswith(media) for key in values)
+    seen = np.isin(tokens, (IMAGE, VIDEO))
+    return Sample(
+        tokens=np.where(seen, placeholder, tokens).astype(np.int32) if placeholder else tokens.astype(np.int32),
+        loss_weights=(~seen).astype(np.float32),
+        media={"vision": tuple(values[f"{media}{at}"] for at in range(count))},
+        question="",
+        answer="",
+        prompt=len(tokens),
+        media_tokens={"vision": placeholder or IMAGE},
+        video_tokens={"vision": placeholder or VIDEO},
+    )
+
+
+def samples(values: Mapping[str, np.ndarray], placeholder: int = 0) -> list[Sample]:
+    return [sample_of(values, f"tokens_{number}", f"media_{number}_", placeholder) for number in range(3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_those_of_transformers(kind: str) -> None:
+    """Each temporal patch has a grid of its own, and text goes on behind its largest number."""
+    of = oracle(kind)
+    specs: Any = {"vision": of.model.encoders["vision"].module.medium}
+    for number, sample in enumerate(samples(of.values)):
+        found = sample_positions(sample, meta_of(sample, specs).grids, specs)
+        np.testing.assert_array_equal(found, of.values[f"positions_{number}"])
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), ("qwen3_5", 1)])
+def test_a_packed_row_has_the_values_of_transformers(kind: str, tp: int) -> None:
+    """All media in one row of the tower, all texts in one of the language model."""
+    of = oracle(kind)
+    medium: Any = of.model.encoders["vision"].module.medium
+    spec: Any = replace(medium, buckets=((1, PATCHES),))
+    sizes: Any = {"microbatches": 1, "cells": 1, "pad": 0, "text": ((1, LENGTH),), "sequence_length": LENGTH}
+    packer = Packer(encoders={"vision": spec}, axes=of.model.nodes["llm"].module.position_axes, **sizes)
+    batch = packer.microbatch(samples(of.values), 3)
+    assert batch.inputs["vision"]["segments"].max() == 9  # six temporal patches, three images
+    assert batch.inputs["vision"]["patches"].shape == (1, PATCHES, 96)
+    tokens = tokens_of(of, batch, tp)
+
+    def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
+        said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
+        return x, -said
+
+    given = batch.inputs["llm"]
+    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then, shared=(True, False))
+    for number in range(3):
+        wanted = of.values[f"tokens_{number}"]
+        (here,) = [one for one in segments_of(given) if np.array_equal(given["tokens"][0, one], wanted)]
+        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < BOUNDS[kind], number
+        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < BOUNDS[kind], number
+
+
+def segments_of(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return [inputs["segments"][0] == segment for segment in (1, 2, 3)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
+    of = oracle(kind)
+    for number, sample in enumerate(samples(of.values)):
+        assert apart(sample_logits(of.leaves, of.model, sample), of.values[f"logits_{number}"]) < BOUNDS[kind]
+    prompt = sample_of(of.values, "prompt", "prompt_media_")
+    assert greedy(of.leaves, of.model, prompt, max_new=24, eos=-1) == of.values["generated"].tolist()
+
+
+ONE_DEVICE = ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0")
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "tp and pp": (
+        *("llm/Layout.tp=2", "llm/Layout.pp=2"),
+        *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.rank_offset=4"),
+    ),
+    "dp": (
+        *("llm/Layout.tp=1", "llm/Layout.dp=3"),
+        *("vision/Layout.dp=3", "vision/Layout.rank_offset=3"),
+    ),
+    "cp": (
+        *("llm/Layout.tp=1", "llm/Layout.cp=2", "llm/Layout.cp_tokens='contiguous'"),
+        *("vision/Layout.dp=1", "vision/Layout.cp=2", "vision/Layout.rank_offset=2"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "layout"), [*(("qwen3_vl", layout) for layout in LAYOUTS), ("qwen3_5", "cp")])
+def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Any) -> None:
+    """Temporal patches are segments, which ranks of cp and rows of dp share as they share images."""
+    config = configured(
+        tmp_path, kind, (*LAYOUTS[layout], "vision/Packing.buckets=((1, 240),)" if layout != "dp" else "Train.seed=1")
+    )
+    values = oracle(kind).values
+    with Trainer(config, tmp_path / "run", style="silent") as trainer:
+        placeholder = trainer.parts.tokenizer.media_token("vision")
+        batch = trainer.parts.packer.microbatch(samples(values, placeholder), 3)
+        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
+        divisors = {"llm": count, "llm_tokens": 1.0, "vision": 1.0}
+        loss, _ = trainer.executor.step(trainer.parts.runs.signed([batch]), divisors).fetch()
+        leaves = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+        b1 = config.model.optimizers["llm"].b1
+    assert loss == pytest.approx(float(values["loss"]), rel=5e-6)
+    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in leaves.items() if name.startswith("adam_m/")}
+    want = torch_gradients(kind, config, got)
+    assert got.keys() == want.keys() and len(want) > 80
+    for name, leaf in want.items():
+        bound = 1e-4 * max(np.abs(leaf).max(), 1e-3)
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
+    kernel = want["vision/patch/kernel"]
+    first, second = np.split(kernel, 2)
+    assert np.abs(first - second).max() > 0.1 * np.abs(kernel).max()  # frames differ
+
+
+def torch_gradients(kind: str, recipe: Any, got: Arrays) -> Arrays:
+    """Torch's gradients by the names of our leaves."""
+    folder, values = WeightsFolder.open(str(FOLDERS / kind)), oracle(kind).values
+    tensors = {key.removeprefix("gradient/"): own for key, own in values.items() if key.startswith("gradient/")}
+    assert tensors.keys() == folder.tensors.keys()
+    shapes: dict[str, dict[str, Any]] = {}
+    for name, leaf in got.items():
+        module, _, own = name.partition("/")
+        shapes.setdefault(module, {})[own] = leaf.shape
+    found = {}
+    for module, shape_of in shapes.items():
+        own = find_pretrained(MODULES[module], folder.config)
+        settings = recipe.model.parts[module].settings
+        table = expand(own.rows(settings), getattr(settings, "layers", 0))
+        prefixes = {"prefixes": own.key_prefixes, "other_prefixes": own.other_prefixes}
+        for leaf, (key, view) in find_leaves(folder, module, table, shape_of, **prefixes).items():
+            shape = shape_of[leaf.removeprefix(f"{module}/")]
+            found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
+    return found
+
+
+def test_frames_in_another_order_have_other_values() -> None:
+    """The first and the second frame of every temporal patch changed places."""
+    of = oracle("qwen3_vl")
+    sample = samples(of.values)[1]
+    turned = tuple(np.roll(medium, 3, axis=-1) for medium in sample.media["vision"])
+    other = replace(sample, media={"vision": turned})
+    assert apart(sample_logits(of.leaves, of.model, other), of.values["logits_1"]) > 1e-2
+    assert jax.device_count() == 8
