@@ -136,10 +136,14 @@ def _tower(name: str, family: Family, tower: Any) -> dict[str, Any]:
         fix = "LLaVA takes features before the norm behind the tower's last layer; name one with Weights.layer, such as"
         require(not tower.last_norm, setting_name(name, tower, "last_norm"), tower.last_norm, f"{fix} -2")
         require(tower.merge == 1, setting_name(name, tower, "merge"), tower.merge, "LLaVA makes a token of every patch")
-        try:
-            return family_weights(family).to_hf_config(tower, model_types=TOWERS)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: it is no tower of CLIP or SigLIP, which LLaVA may have ({error})") from None
+        reasons = list[str]()
+        for kind in TOWERS:
+            try:
+                return family_weights(family).to_hf_config(tower, model_type=kind)
+            except ConfigError as error:
+                reasons.append(str(error))
+        closest = min(reasons, key=len)  # which lists the fewest differences
+        raise ConfigError(f"{name}: it is no tower of CLIP or SigLIP, which LLaVA may have ({closest})")
     raise ConfigError(f"{name}: it is no tower of CLIP or SigLIP, which LLaVA may have")
 
 

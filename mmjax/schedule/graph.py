@@ -278,7 +278,9 @@ class StageGraph:
 
         graph = replace(self, edges=moved(self.edges), ties=moved(self.ties))
         spread = {node.name for node in self.stages if not within or len({rank // within for rank in node.ranks}) > 1}
-        gathers = {node.name: way if node.name in spread else node.gather for node in self.stages if node.gather}
+        gathers: dict[str, GatherKind] = {
+            node.name: way if node.name in spread else node.gather for node in self.stages if node.gather
+        }
         return graph.with_gathers(gathers)
 
     def with_few_ranks(self) -> StageGraph:

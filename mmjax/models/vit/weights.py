@@ -7,7 +7,7 @@ Imports no JAX.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
@@ -129,13 +129,13 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     }
 
 
-def to_hf_config(config: ViTConfig, *, model_types: Sequence[str] = ()) -> dict[str, Any]:
+def to_hf_config(config: ViTConfig, *, model_type: str = "") -> dict[str, Any]:
     """The config.json, as a dict, of a folder of the tower alone.
 
     Args:
       config: the settings.
-      model_types: the first of these that fits, such as ("clip_vision_model",); the features are then those before the
-        model's last norm. () chooses a type whose ``last_hidden_state`` are the features.
+      model_type: such as "clip_vision_model"; the features are then those before the model's last norm.
+        "" chooses a type whose ``last_hidden_state`` are the features.
 
     Raises:
       ConfigError: no model of these families computes the same; the message names what differs from the closest.
@@ -143,9 +143,9 @@ def to_hf_config(config: ViTConfig, *, model_types: Sequence[str] = ()) -> dict[
     unmapped = ("preset", "attention", "remat", "merge")
     wanted = {name: value for name, value in vars(config).items() if name not in unmapped}
     differences = dict[str, dict[str, Any]]()
-    for candidate in model_types or _CLASSES:
+    for candidate in (model_type,) if model_type else _CLASSES:
         hf_config = _closest_config(config, candidate)
-        restored = settings(hf_config, -1 if model_types else None)
+        restored = settings(hf_config, -1 if model_type else None)
         differences[candidate] = {name: restored[name] for name in wanted if restored[name] != wanted[name]}
         if not differences[candidate]:
             return hf_config
