@@ -90,10 +90,9 @@ class Marks:
                 mark = token if is_seen and token else MEDIUM
                 self._queues[mark].append(piece)
                 text += mark
-            elif held := next((token for token in (image, self._template.video) if token and token in piece.text), ""):
-                raise ValueError(
-                    f"the text holds {held}, which stands for {'an image' if held == image else 'a video'}"
-                )
+            elif literal := next((mark for mark in (image, self._template.video) if mark and mark in piece.text), ""):
+                medium = "an image" if literal == image else "a video"
+                raise ValueError(f"the text holds {literal}, which stands for {medium}")
             else:
                 text += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
         if image and self._template.takes_parts(USER) and not has_inline_images(self._template.source):
