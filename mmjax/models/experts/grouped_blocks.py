@@ -113,12 +113,12 @@ def _rows(
     axes, dtype = jax_compat.varying_axes(ends_E), inputs[0].values_SD.dtype
     results = [Value((count, width), dtype, axes).zeros() for width in widths]
 
-    def expert(results: list[Array], group: tuple[tuple[Array, ...], Array, Array]) -> tuple[list[Array], None]:
+    def expert(results: list[Array], group: tuple[list[Array], Array, Array]) -> tuple[list[Array], None]:
         of_expert, start, end = group
 
         def write(rows: int, first: Array, results: list[Array]) -> list[Array]:
             at, is_within = _placed(rows, first, ends_E[-1], count)
-            values = of_block([x.block(at, rows) for x in inputs], list(of_expert))
+            values = of_block([x.block(at, rows) for x in inputs], of_expert)
             before = [lax.dynamic_slice_in_dim(y, at, rows) for y in results]
             values = [jnp.where(is_within, *pair) for pair in zip(values, before, strict=True)]
             return [lax.dynamic_update_slice_in_dim(y, value, at, 0) for y, value in zip(results, values, strict=True)]
