@@ -215,6 +215,7 @@ def _experts(rng: random.Random, layers: int) -> Iterator[str]:
     shared = rng.choice((0, 0, 1))
     yield f"llm/Decoder.shared_experts={shared}"
     yield f"llm/Decoder.shared_gate={shared > 0 and rng.random() < 0.5}"
+    yield f"llm/Decoder.expert_capacity={rng.choice((0.0, 0.0, 0.7, 1.25))}"
 
 
 def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:
