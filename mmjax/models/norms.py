@@ -55,6 +55,7 @@ def _rms_norm_forward(eps: float, plus: float, x_BTD: Array, scale_D: Any) -> tu
 
 def _rms_norm_backward(eps: float, plus: float, residuals: tuple[Array, Any], dy_BTD: Array) -> tuple[Array, Any]:
     x_BTD, handle_D = residuals
+    axes = jax_compat.varying_axes(x_BTD)  # behind the barrier x varies over the axes of dy too
     # Not shared with the forward that is computed again: statistics with two readers would be a pass of their own.
     x_BTD, dy_BTD = lax.optimization_barrier((x_BTD, dy_BTD))
     scale_D, gradient_of_handle = jax.vjp(opened, handle_D)
@@ -68,7 +69,7 @@ def _rms_norm_backward(eps: float, plus: float, residuals: tuple[Array, Any], dy
     d_scale_D = _sum_over_tokens(dy32 * (x32 * inverse))
     d_scale_D = summed(d_scale_D, jax_compat.varying_axes(scale_D)).astype(scale_D.dtype)
     (d_handle_D,) = gradient_of_handle(d_scale_D)
-    return summed(dx_BTD.astype(x_BTD.dtype), jax_compat.varying_axes(x_BTD)), d_handle_D
+    return summed(dx_BTD.astype(x_BTD.dtype), axes), d_handle_D
 
 
 def _sum_over_tokens(x_BTD: Array) -> Array:

@@ -42,6 +42,9 @@ class TracedLater(Mapping[Key, StageMemory]):
             raise KeyError(key)
         return self._trace(key)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)
 

@@ -335,15 +335,28 @@ def traced_experts(
     if experts is None:
         return None
 
-    @cache
-    def trace(key: tuple[int, str]) -> StageMemory:
-        tp, way = key
-        layout = Layout(tp=tp, dp=experts.traced_ep, ep=experts.traced_ep, ep_way=way)
+    ep = experts.traced_ep
+
+    def traced(layout: Layout) -> StageMemory:
+        tp = layout.tp
         numbers = work.dense.trained.layer + experts.trained / layout.ep
         gradient = numbers * _item(recipe) / tp
         return trace_experts(recipe, model, packer, name, layout, width=work.width, gradient=gradient)
 
-    return replace(experts, memory=TracedLater(itertools.product(tps, EP_WAYS), trace))
+    @cache
+    def divided(key: tuple[int, str]) -> StageMemory:
+        return traced(Layout(tp=key[0], dp=ep, ep=ep, ep_way=key[1]))
+
+    @cache
+    def whole(tp: int) -> StageMemory:
+        return traced(Layout(tp=tp, dp=ep, ep=ep, ep_way="all-to-all", expert_tp=1))
+
+    tps_of_whole = [tp for tp in tps if tp > 1 and experts.count % (ep * tp) == 0]
+    return replace(
+        experts,
+        memory=TracedLater(itertools.product(tps, EP_WAYS), divided),
+        whole=TracedLater(tps_of_whole, whole),
+    )
 
 
 def _pairs(module: Module, width: int) -> int:

@@ -189,7 +189,9 @@ def _changed(fleet: Fleet, estimate: Estimate, candidate: Candidate) -> Estimate
 def _degrees(candidate: Candidate) -> str:
     """The layouts of a candidate in words, without ep and shards."""
     layouts = {
-        name: layout if layout.ep == 1 and layout.shard == SHARDS[0] else replace(layout, ep=1, shard=SHARDS[0])
+        name: layout
+        if layout.ep == 1 and layout.shard == SHARDS[0]
+        else replace(layout, ep=1, expert_tp=0, shard=SHARDS[0])
         for name, layout in candidate.layouts.items()
     }
     return replace(candidate, layouts=layouts, remat={}).describe()

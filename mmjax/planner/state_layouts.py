@@ -22,7 +22,8 @@ def expert_parallel(work: Work, candidate: Candidate) -> Iterator[Candidate]:
     """Yields the candidate with every ep, and each way of its exchange, of modules with experts.
 
     ep divides dp·cp and the experts, so that ranks stay the same. The first is the candidate itself, the only one of a
-    model without experts.
+    model without experts. Ranks of tp have whole experts (``Layout.expert_tp = 1``) too where they then receive fewer
+    tokens: in an all-to-all with smaller buffers than the worst case. Elsewhere they receive and compute as much.
 
     Args:
       work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
@@ -42,6 +43,9 @@ def _expert_layouts(module: ModuleWork, layout: Layout) -> list[Layout]:
         ranks = layout.dp * layout.cp
         degrees = divisors(math.gcd(ranks, experts.count), ranks)[1:]
         layouts += [replace(layout, ep=ep, ep_way=way) for ep in degrees for way in EP_WAYS]
+        if experts.buffer and layout.tp in experts.whole:
+            whole = (ep for ep in degrees if experts.count % (ep * layout.tp) == 0)
+            layouts += [replace(layout, ep=ep, ep_way="all-to-all", expert_tp=1) for ep in whole]
     return layouts
 
 

@@ -130,6 +130,8 @@ class ExpertWork:
       fullest: rows of the fullest rank of ep over their mean, declared; 1 means equal loads.
       traced_ep: the degree of `memory`, above 1.
       memory: by tp and way of the exchange, the bytes that a device needs with that degree.
+      whole: by tp, the same for an all-to-all where ranks of tp have whole experts; a tp that they cannot have is not
+        there.
     """
 
     count: int
@@ -143,6 +145,7 @@ class ExpertWork:
     fullest: float = 1.0
     traced_ep: int = 2
     memory: Mapping[tuple[int, str], StageMemory] = field(default_factory=dict, hash=False)
+    whole: Mapping[int, StageMemory] = field(default_factory=dict, hash=False)
 
     def buffer_rows(self, layout: Layout) -> float:
         """Rows of a rank's buffers over the rows that its tokens have without ep, as `mmjax.models.experts.exchange`.
@@ -178,12 +181,17 @@ class ExpertWork:
         traced = replace(layout, dp=layout.dp * self.traced_ep, ep=self.traced_ep)  # a dp that this degree divides
         traced_bytes, more_bytes = (self._more_bytes(degrees) for degrees in (traced, layout))
         more_rows = more_bytes / traced_bytes if traced_bytes > 0 else 1.0
-        memory = self.memory[layout.tp, layout.ep_way]
+        memory = self.whole[layout.tp] if layout.expert_tp == 1 else self.memory[layout.tp, layout.ep_way]
         return plain.extrapolated(layout.ep, memory, self.traced_ep, more_rows=more_rows)
 
     def _more_bytes(self, layout: Layout) -> float:
-        """Bytes of features and hidden units of a row's tokens that a layout adds to those without ep."""
-        return self.features * (self.received_tokens(layout) - 1) + self.hidden * (self.buffer_rows(layout) - 1)
+        """Bytes of features and hidden units of a row's tokens that a layout adds to those without ep.
+
+        Of hidden units a rank of tp has its part, or all of those of its own whole experts.
+        """
+        part = 1 / layout.tp
+        rows = self.buffer_rows(layout) * (1 if layout.expert_tp == 1 else part)
+        return self.features * (self.received_tokens(layout) - 1) + self.hidden * (rows - part)
 
 
 @dataclass(frozen=True, kw_only=True)

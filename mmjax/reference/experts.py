@@ -11,6 +11,8 @@ Letters in shapes: N tokens of a sample, D width, E experts, G groups of experts
 from __future__ import annotations
 
 import dataclasses
+import fractions
+import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -76,6 +78,9 @@ def mixture(
         weights_NE = weights_NE / weights_NE.sum(axis=1, keepdims=True)
     weights_NE = decoder.router_scale * weights_NE
 
+    if decoder.expert_capacity:
+        weights_NE = jnp.where(_within_capacity(decoder, scores_NE + bias_E, chosen_NE), weights_NE, 0)
+
     y_ND = jnp.zeros_like(x_ND)
     for expert in range(decoder.experts):
         gate, up, down = (leaves[f"{prefix}/experts/{name}"][expert] for name in ("gate", "up", "down"))
@@ -115,6 +120,22 @@ def _chosen(decoder: DecoderConfig, scores_NE: Float[Array, "N E"]) -> Bool[Arra
         is_in_NG = _among_best(best.sum(axis=2), decoder.router_group_limit)
         scores_NE = jnp.where(is_in_NG[..., None], members_NGe, -jnp.inf).reshape(scores_NE.shape)
     return _among_best(scores_NE, decoder.experts_per_token)
+
+
+def _within_capacity(
+    decoder: DecoderConfig, scores_NE: Float[Array, "N E"], chosen_NE: Bool[Array, "N E"]
+) -> Bool[Array, "N E"]:
+    """Whether a token is among the first ceil(capacity · N · k / E) that an expert takes: those whose best expert it is
+    in the order of tokens, then those whose second best it is, and so on.
+    """
+    scores_NE = jnp.where(chosen_NE, scores_NE, -jnp.inf)
+    choice_NE = (scores_NE[:, None, :] > scores_NE[:, :, None]).sum(axis=2)
+    mine, others = choice_NE[:, None], choice_NE[None]
+    tokens = jnp.arange(len(scores_NE))
+    is_before_NNE = (others < mine) | ((others == mine) & (tokens[None, :] < tokens[:, None])[..., None])
+    places_NE = (is_before_NNE & chosen_NE[None]).sum(axis=1)
+    capacity = fractions.Fraction(str(decoder.expert_capacity))
+    return places_NE < math.ceil(capacity * len(scores_NE) * decoder.experts_per_token / decoder.experts)
 
 
 def _among_best(scores_NE: jax.Array, count: int) -> jax.Array:

@@ -85,11 +85,11 @@ def test_ten_draws_are_refused_or_have_a_plan_for_every_step(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 def test_a_draw_trains_stops_resumes_moves_evaluates_and_exports(tmp_path: Path) -> None:
     """In a process of its own, which forks: the backend of this one is running."""
-    flags = ["--seed=47", "--first=109", "--draws=1", f"--out={tmp_path}"]
+    flags = ["--seed=31", "--first=9", "--draws=1", f"--out={tmp_path}"]
     command = [sys.executable, "-m", "mmjax.bench", "soak", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "draw 109 passed: stopped by terminate after step" in done.stdout, done.stdout
+    assert "draw 9 passed: stopped by kill after step" in done.stdout, done.stdout
     assert "the same under another layout" in done.stdout, done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"data", "weights"}  # a draw that passes leaves nothing
 

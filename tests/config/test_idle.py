@@ -94,6 +94,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
             **{"experts_per_token": "1", "expert_mlp": "32", "shared_experts": "1", "dense_layers": "1"},
             **{"router": "'sigmoid'", "router_normalised": "False", "router_scale": "2.0", "router_groups": "2"},
             **{"router_bias": "True", "balance_loss": "0.1", "router_z_loss": "0.1"},
+            "expert_capacity": "1.25",
         }.items()
     },
     **{f"llm/Decoder.{name}": ("8", (), (*LATENT, "llm/Decoder.rope_head_dim=8")) for name in ("q_rank", "v_head_dim")},

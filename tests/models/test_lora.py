@@ -17,12 +17,15 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.spread import Axes
 from mmjax.models import flops
 from mmjax.models.dit.config import DiTConfig
+from mmjax.models.families import FAMILIES, module_of
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.handles import Adapted, opened
 from mmjax.models.layers import column_parallel, lookup, row_parallel
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.layers import adapted_weights, require_targets
 from mmjax.models.lora.merging import merged_adapters, require_adapters
+from mmjax.models.lora.names import with_native_names
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part, split_logical
 from mmjax.models.vit.config import ViTConfig
 
@@ -134,6 +137,40 @@ def test_counts() -> None:
     assert factors == dict.fromkeys(frozen, 1) | {"llm_lora": 3, "llm": 2, "painter": 2, "painter_projector": 2} | {
         "painter_lora": 2
     }
+
+
+LATENT: dict[str, Any] = {"kv_heads": 2, "kv_rank": 6, "nope_head_dim": 4, "rope_head_dim": 4}
+DELTA: dict[str, Any] = {"delta_heads": 2, "attention_every": 2, "experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        (DecoderConfig(**SIZES, vocab=37), "attn/k attn/o attn/q attn/v"),
+        (ViTConfig(**SIZES, patch=2, merge=2), "attn/k attn/o attn/q attn/v"),
+        (DiTConfig(**SIZES, patch=2, merge=2, frequencies=3), "attn/k attn/o attn/q attn/v"),
+        (DecoderConfig(**SIZES, vocab=37, **LATENT), "attn/kv_down attn/kv_up attn/o attn/q"),
+        (
+            DecoderConfig(**SIZES, vocab=37, **LATENT, q_rank=5),
+            "attn/kv_down attn/kv_up attn/o attn/q_down attn/q_up",
+        ),
+        (
+            DecoderConfig(**SIZES, vocab=37, **DELTA),
+            "attn/k attn/o attn/q attn/v delta/decay delta/gate delta/k delta/o delta/q delta/strength delta/v",
+        ),
+    ],
+)
+def test_by_default_products_of_attention_have_adapters_whatever_its_kind(config: Any, weights: str) -> None:
+    module = module_of(config)
+    require_targets("llm", module, LoraConfig(rank=2))
+    adapted = {name for group in module.groups for name, _ in adapted_weights(group.create, LoraConfig(rank=2))}
+    assert sorted(adapted) == weights.split()
+
+
+def test_attention_may_stand_beside_names_of_hugging_face() -> None:
+    lora = LoraConfig(rank=2, targets=("attention", "down_proj"))
+    native = with_native_names("llm", lora, FAMILIES["llama"], DecoderConfig(**SIZES), "")
+    assert native.targets == ("attention", "mlp/down") and native.adapts("attn/k") and not native.adapts("mlp/up")
 
 
 def test_targets_that_stand_for_nothing_are_refused() -> None:

@@ -42,7 +42,8 @@ SHARED: Changes = {  # six experts, whose mean load is no fp32 number, and loads
     "llm/Decoder.balance_loss": 0.05,
     "llm/Layout.layers": (),
 }
-ROUTERS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "shared": SHARED}
+CAPACITY: Changes = SOFTMAX | {"llm/Decoder.expert_capacity": 1.0, "llm/Decoder.router_bias": True}
+ROUTERS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "shared": SHARED, "capacity": CAPACITY}
 
 
 def llm(vision: int = 2, **degrees: Any) -> Changes:
@@ -59,6 +60,8 @@ FAST: dict[str, Changes] = {
     "shared, zb-h1": SHARED | llm(tp=2, pp=2) | SPLIT,
     "adapters": SHARED | llm(tp=2) | {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/q", "experts/*", "shared/up")},
     "sigmoid, one device": SIGMOID,
+    "capacity, cp in another order": CAPACITY | llm(cp=2, dp=2, ep=2) | {"llm/Layout.cp_tokens": "zigzag"},
+    "capacity, tp, pp and zb-h1": SIGMOID | {"llm/Decoder.expert_capacity": 0.75} | llm(tp=2, pp=2) | SPLIT,
 }
 LAYOUTS: dict[str, Changes] = {
     "tp 4": llm(tp=4),

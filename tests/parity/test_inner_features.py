@@ -56,6 +56,7 @@ MATRIX: dict[str, Changes] = {
     "two stages of both, zb-h1": DENSE | TWO_STAGES | {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5},
     "cp of both": DENSE | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
     "cp by rings, two stages": DENSE | layouts(4, {"dp": 3}, cp=2, pp=2, cp_way="ring"),
+    "cp, a projector with RMSNorm": DENSE | layouts(2, {"dp": 2}, cp=2) | {"vision/Projector.norm": "rms"},
     "nested, lanes": DENSE | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
     "nested, lanes, experts": EXPERTS | layouts(0, {"dp": 2}, pp=2, dp=2, ep=2) | NESTED,
     "in three phases": DENSE | layouts(0, {"dp": 4}, pp=2, tp=2) | PHASED,

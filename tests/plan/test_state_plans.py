@@ -24,6 +24,7 @@ HALF = ("Data.workers=0", "Train.dtype='bfloat16'")
 WIDER = ("llm/Decoder.width=128", "llm/Decoder.expert_mlp=96", "llm/Decoder.mlp=256")
 """Layers whose weights take more memory than what does not scale with them."""
 FOUR = ("llm/Layout.dp=4", "llm/Layout.pp=1")
+TWO_BY_TWO = ("llm/Layout.dp=2", "llm/Layout.pp=1", "llm/Layout.tp=2")
 BUFFER = "llm/Decoder.expert_buffer=1.5"
 SMALL_BUFFER = ("llm/Layout.ep=4", "llm/Layout.ep_way='all-to-all'", BUFFER)
 
@@ -40,9 +41,13 @@ SMALL_BUFFER = ("llm/Layout.ep=4", "llm/Layout.ep_way='all-to-all'", BUFFER)
         (*FOUR, "llm/Layout.ep=2", "llm/Layout.shard='parameters'"),
         (*FOUR, "llm/Layout.ep=1", "llm/Layout.shard='parameters'"),
         (*FOUR, "llm/Layout.ep=4", "llm/Layout.shard='gradients'"),
-        ("llm/Layout.dp=2", "llm/Layout.pp=1", "llm/Layout.tp=2", "llm/Layout.ep=2"),
+        (*TWO_BY_TWO, "llm/Layout.ep=2"),
+        (*TWO_BY_TWO, "llm/Layout.ep=2", "llm/Layout.ep_way='all-to-all'", BUFFER, "llm/Layout.expert_tp=1"),
     ],
-    ids=["stages", "ring", "all-to-all", "buffer", "ep and parameters", "parameters", "ep and gradients", "tp"],
+    ids=[
+        *("stages", "ring", "all-to-all", "buffer", "ep and parameters", "parameters", "ep and gradients", "tp"),
+        "whole experts on ranks of tp",
+    ],
 )
 def test_bytes_are_those_of_a_dry_run(bindings: tuple[str, ...]) -> None:
     """Bytes are traced with ep 2 alone, and without shards."""

@@ -192,6 +192,36 @@ def test_every_ep_of_the_ranks_is_tried() -> None:
     assert list(expert_parallel(model(module("llm", 2, 1.0)), dense)) == [dense]
 
 
+def test_whole_experts_on_ranks_of_tp_receive_fewer_tokens() -> None:
+    """Two of eight experts: 1.5 times the mean of tokens for four of them is all, for two of them 0.7 of all."""
+    buffered = experts(buffer=1.5, whole={2: EXPERTS.memory[2, "all-to-all"], 4: EXPERTS.memory[4, "all-to-all"]})
+    candidate = Candidate(mode="any", layouts={"llm": Layout(dp=2, tp=2)}, microbatches=1)
+    tried = [one.layouts["llm"] for one in expert_parallel(model(buffered), candidate)]
+    assert [(layout.ep, layout.ep_way, layout.expert_tp) for layout in tried] == [
+        (1, "ring", 0), (2, "ring", 0), (2, "all-to-all", 0), (2, "all-to-all", 1)
+    ]  # fmt: skip
+    divided, whole = (passes(buffered, layout) for layout in tried[-2:])
+    once = 1 - 1.5 * (1 - 6 / 8 * 5 / 7)  # half of two ranks' tokens comes from the other one
+    assert divided[0] - whole[0] == pytest.approx(2 * 2 * once) and divided[1] - whole[1] == pytest.approx(2 * 3 * once)
+    assert len([*expert_parallel(model(replace(buffered, experts=EXPERTS)), candidate)]) == 3, "all tokens in any case"
+    wider = replace(candidate, layouts={"llm": Layout(dp=4, tp=4)})
+    tried = [one.layouts["llm"] for one in expert_parallel(model(buffered), wider)]
+    assert [layout.ep for layout in tried if layout.expert_tp] == [2], "16 ranks have no 8 experts"
+
+
+def test_whole_experts_have_fewer_rows_of_all_their_hidden_units() -> None:
+    plain = StageMemory(residuals=Shares(layer=10.0))
+    of_two = StageMemory(residuals=Shares(layer=14.0))
+    work = replace(EXPERTS, features=GIGA, hidden=4 * GIGA, buffer=1.5, whole={2: of_two})
+    layout = Layout(dp=4, tp=2, ep=2, ep_way="all-to-all", expert_tp=1)
+    assert work.stage_memory(plain, layout).residuals.layer == pytest.approx(14)
+    # Tokens received for two and for one of eight experts; rows have 1.5 times a quarter and an eighth of choices.
+    two = 2 * 1.5 * (1 - 6 / 8 * 5 / 7) - 1 + 4 * (2 * 1.5 / 4 - 1 / 2)
+    four = 4 * 1.5 * (1 - 7 / 8 * 6 / 7) - 1 + 4 * (4 * 1.5 / 8 - 1 / 2)
+    growing = work.stage_memory(plain, replace(layout, ep=4))
+    assert growing.residuals.layer == pytest.approx(10 + four / two * 4)
+
+
 def with_states(size: float) -> Work:
     """Experts of so many parameters a layer; nothing else takes memory, and a sample takes as long in any layout."""
     tiny = {1: StageMemory(residuals=Shares(layer=1e3))}

@@ -24,9 +24,13 @@ DEVICES = 8
 TRIES = 400
 ENDINGS = {"kill": 4, "interrupt": 2, "terminate": 3, "pause": 1}
 """Weights of the ways to stop a run: SIGKILL, Ctrl-C, SIGTERM, or SIGSTOP and SIGCONT after a while."""
+LANED_GATHERS = ("pull", "pull", "step")
+"""Ways to gather the parameters of modules with lanes."""
 GROWING = "llava"
 """The kind of source whose data may grow."""
 Bindings = tuple[str, ...]
+_TARGETS = (("attn/q", "attn/v"), ("attn/?",), ("attn/*",), ("mlp/*", "attn/o"))
+"""Weights with adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +216,7 @@ def _adapters(rng: random.Random, modules: Modules) -> Iterator[str]:
         if rng.random() < 0.7:
             yield f"{name}/Lora.rank={rng.choice((1, 3, 4))}"
             yield f"{name}/Lora.alpha={rng.choice((1.0, 16.0))}"
-            yield f"{name}/Lora.targets={rng.choice((('attn/q', 'attn/v'), ('attn/?',), ('mlp/*', 'attn/o')))!r}"
+            yield f"{name}/Lora.targets={rng.choice(_TARGETS)!r}"
             yield f"{name}/Optimizer.frozen={rng.random() < 0.7}"
             yield f"{name}_lora/Optimizer.frozen={rng.random() < 0.1}"
 
@@ -236,8 +240,10 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
 def _accepted(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Iterator[Bindings]:
     """Yields up to two different layouts that `load_config` accepts."""
     layouts: list[Bindings] = []
+    has_delta = any(binding.startswith("llm/Decoder.delta_heads") for binding in shared)
+    in_order = ("llm/Layout.cp_tokens='contiguous'",) if has_delta else ()
     for _ in range(30):
-        layout = tuple(_layouts(rng, modules, shared))
+        layout = (*_layouts(rng, modules, shared), *in_order)
         try:
             load_config([], [*shared, *layout], allow_code=True)
         except ConfigError as error:
@@ -298,6 +304,8 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
             parts = rng.choice([n for n in (1, 2) if size // lanes // width % n == 0])
             yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
             yield from _shared_tokens(rng, name, parts)
+            if rng.random() < 0.6:  # other shards than those of states are for modules without lanes
+                yield from (f"{name}/Layout.shard='parameters'", f"{name}/Layout.gather={rng.choice(LANED_GATHERS)!r}")
             yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
             spanned = size // width // parts

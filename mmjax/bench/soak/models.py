@@ -85,20 +85,21 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Model.edges={modules.edges!r}"
     classes = {"vit": "ViT", "whisper": "Whisper", "temporal": "Temporal", "dit": "DiT", "llama": "Decoder"}
     kinds = {**modules.encoders, **modules.generators}
+    heads = dict[str, int]()
     for name, cls in {"llm": "Decoder", **{name: classes[kind] for name, kind in kinds.items()}}.items():
+        heads[name] = rng.choice((2, 4))
         yield f"{name}/{cls}.layers={modules.layers[name]}"
         yield f"{name}/{cls}.width=16"
-        yield f"{name}/{cls}.heads={rng.choice((2, 4))}"
+        yield f"{name}/{cls}.heads={heads[name]}"
         yield f"{name}/{cls}.mlp={rng.choice((16, 24))}"
         yield f"{name}/{cls}.remat={rng.choice(_REMATS)!r}"
     for name in (*modules.encoders, "llm"):
         if rng.random() < 0.15:
             place = rng.choice(("before", "after") if name == "llm" else ("before", "after", "projected"))
             yield f"{name}/Callbacks.{place}={FADE!r}"
-    yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
     yield f"llm/Decoder.tied={rng.random() < 0.3}"
     yield f"llm/Decoder.z_loss={rng.choice((0.0, 0.0, 0.02))}"
-    decoder = tuple(_decoder(rng, modules.layers["llm"]))
+    decoder = tuple(_decoder(rng, modules.layers["llm"], heads["llm"]))
     yield from decoder
     if rng.random() < 0.3:
         yield from _experts(rng, modules.layers["llm"])
@@ -142,16 +143,18 @@ def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:
             yield binding
 
 
-def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
+def _decoder(rng: random.Random, layers: int, heads: int) -> Iterator[str]:
     """Draws settings in which families of language models differ."""
-    for name in ("qkv_bias", "o_bias", "mlp_bias", "qk_norm"):
-        yield f"llm/Decoder.{name}={rng.random() < 0.25}"
+    kind = rng.choice(("plain", "plain", "latent", "delta"))
+    yield f"llm/Decoder.mlp_bias={rng.random() < 0.25}"
+    yield f"llm/Decoder.norm_plus_one={rng.random() < 0.25}"
     uses_mrope = rng.random() < 0.25
     if uses_mrope:
-        yield from ("llm/Decoder.head_dim=8", f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}")
-    else:
-        yield f"llm/Decoder.head_dim={rng.choice((0, 0, 6))}"
-    if rng.random() < 0.3:
+        yield f"llm/Decoder.rope_sections={rng.choice(((1, 1, 2), (2, 2, 0)))!r}"
+    yield from _latent(rng, heads) if kind == "latent" else _heads(rng, uses_mrope=uses_mrope)
+    if kind == "delta":
+        yield from _delta(rng)
+    elif rng.random() < 0.3:
         yield f"llm/Decoder.mask={rng.choice(_MASKS)!r}"
     if rng.random() < 0.3:
         sizes = {"window": (1, 5, 16, 1000), "chunk": (3, 16)}
@@ -164,6 +167,34 @@ def _decoder(rng: random.Random, layers: int) -> Iterator[str]:
         yield from (f"llm/Decoder.rope_scaling={scaling!r}", f"llm/Decoder.rope_factor={rng.choice((2.0, 8.0))}")
         yield f"llm/Decoder.rope_context={rng.choice((8, 64))}"
         yield f"llm/Decoder.rope_theta={rng.choice((100.0, 10000.0))}"
+
+
+def _heads(rng: random.Random, *, uses_mrope: bool) -> Iterator[str]:
+    """Draws attention with queries, keys and values of the features."""
+    yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
+    for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
+        yield f"llm/Decoder.{name}={rng.random() < 0.25}"
+    yield f"llm/Decoder.head_dim={8 if uses_mrope else rng.choice((0, 0, 6))}"
+
+
+def _latent(rng: random.Random, heads: int) -> Iterator[str]:
+    """Draws latent attention."""
+    yield f"llm/Decoder.kv_heads={heads}"
+    yield f"llm/Decoder.kv_rank={rng.choice((6, 10))}"
+    yield f"llm/Decoder.q_rank={rng.choice((0, 12))}"
+    yield from ("llm/Decoder.nope_head_dim=6", "llm/Decoder.rope_head_dim=8")
+    yield f"llm/Decoder.v_head_dim={rng.choice((0, 4))}"
+    yield f"llm/Decoder.rope_mscale_all={rng.choice((0.0, 1.0))}"
+
+
+def _delta(rng: random.Random) -> Iterator[str]:
+    """Draws delta layers, all or some of the layers."""
+    key_heads = rng.choice((2, 4))
+    yield f"llm/Decoder.delta_heads={key_heads}"
+    yield f"llm/Decoder.delta_value_heads={rng.choice((0, 2 * key_heads))}"
+    yield from ("llm/Decoder.delta_key_dim=6", "llm/Decoder.delta_value_dim=5")
+    yield f"llm/Decoder.delta_taps={rng.choice((2, 4))}"
+    yield f"llm/Decoder.attention_every={rng.choice((2, 2, 4))}"
 
 
 def _experts(rng: random.Random, layers: int) -> Iterator[str]:
@@ -184,6 +215,7 @@ def _experts(rng: random.Random, layers: int) -> Iterator[str]:
     shared = rng.choice((0, 0, 1))
     yield f"llm/Decoder.shared_experts={shared}"
     yield f"llm/Decoder.shared_gate={shared > 0 and rng.random() < 0.5}"
+    yield f"llm/Decoder.expert_capacity={rng.choice((0.0, 0.0, 0.7, 1.25))}"
 
 
 def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmjax.models.experts.router import chosen_counts
@@ -38,8 +39,8 @@ class Rows(NamedTuple):
 
     Attributes:
       values_SD: the values.
-      index_M: the value of each row; ``None`` for rows that are the values. Kernels read values by it, so that rows are
-        never copied.
+      index_M: the value of each row; ``None`` for rows that are the values. Values are read by it, in kernels or block
+        by block, so that no array has all rows.
     """
 
     values_SD: Float[Array, "S D"]
@@ -50,10 +51,12 @@ class Rows(NamedTuple):
         """The number of rows."""
         return (self.values_SD if self.index_M is None else self.index_M).shape[0]
 
-    @property
-    def taken_MD(self) -> Float[Array, "M D"]:
-        """The rows as an array."""
-        return self.values_SD if self.index_M is None else self.values_SD[self.index_M]
+    def block(self, start: Int[Array, ""], rows: int) -> Float[Array, "B D"]:
+        """So many rows from ``start`` as an array."""
+        if self.index_M is None:
+            return lax.dynamic_slice_in_dim(self.values_SD, start, rows)
+        index_B = lax.dynamic_slice_in_dim(self.index_M, start, rows)
+        return self.values_SD.at[index_B].get(mode="promise_in_bounds")
 
 
 class TokenRows(NamedTuple):

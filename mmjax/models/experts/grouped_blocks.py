@@ -1,7 +1,8 @@
 """Grouped products by blocks of rows, in loops whose numbers of turns only the device knows: for CPUs.
 
 A group is whole blocks and a rest. The rest is one block too, of the smallest number of rows that holds it: its other
-rows are computed again afterwards. Rows are sliced once for all weights that share them, and a weight is copied once.
+rows are computed again afterwards. Rows are taken once for all weights that share them, block by block, so no array has
+all of them; and a weight is copied once.
 
 Shapes: M rows, D inputs, F outputs, E experts, B rows of a block.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -32,7 +34,7 @@ def products(x: Rows, weights: Sequence[Float[Array, "E D F"]], sizes_E: Int[Arr
     def of_block(blocks: list[Array], of_expert: list[Array]) -> list[Array]:
         return [blocks[0] @ w_DF for w_DF in of_expert]
 
-    return _rows(of_block, [x.taken_MD], weights, sizes_E, [w.shape[2] for w in weights])
+    return _rows(of_block, [x], weights, sizes_E, [w.shape[2] for w in weights])
 
 
 def input_gradient(
@@ -44,7 +46,7 @@ def input_gradient(
         parts = (lax.dot_general(dy, w, (((1,), (1,)), ((), ()))) for dy, w in zip(blocks, of_expert, strict=True))
         return [sum(parts, start=jnp.zeros((), blocks[0].dtype))]
 
-    return _rows(of_block, [dy.taken_MD for dy in dys], weights, sizes_E, [weights[0].shape[1]])[0]
+    return _rows(of_block, dys, weights, sizes_E, [weights[0].shape[1]])[0]
 
 
 def weight_gradients(
@@ -54,23 +56,24 @@ def weight_gradients(
 
     For the arguments see ``grouped_kernels.weight_gradients``.
     """
-    by_part = [_weight_gradients(x.taken_MD, [dy.taken_MD for dy in dys], sizes_E) for x, dys, sizes_E in parts]
+    by_part = [_weight_gradients(x, dys, sizes_E) for x, dys, sizes_E in parts]
     return [reduce(add, terms) for terms in zip(*([totals] if totals else []), *by_part, strict=True)]
 
 
-def _weight_gradients(x_MD: Array, dys: Sequence[Array], sizes_E: Array) -> list[Array]:
+def _weight_gradients(x: Rows, dys: Sequence[Rows], sizes_E: Array) -> list[Array]:
     """``xᵀ · dy`` of each group for every ``dy``, fp32."""
-    blocks = _block_rows(x_MD.shape[0], sizes_E.size)
-    x_MD, *dys, ends_E = jax_compat.alike(x_MD, *dys, jnp.cumsum(sizes_E))
-    shapes = [(x_MD.shape[1], dy.shape[1]) for dy in dys]
+    count = x.count
+    blocks = _block_rows(count, sizes_E.size)
+    (x, *dys), (ends_E,) = _alike([x, *dys], [jnp.cumsum(sizes_E)])
+    shapes = [(x.values_SD.shape[1], dy.values_SD.shape[1]) for dy in dys]
     axes = jax_compat.varying_axes(ends_E)
 
     def of_block(rows: int, start: Array, end: Array) -> list[Array]:
-        at, is_within = _placed(rows, start, end, x_MD.shape[0])
-        x_BD, *dy_blocks = (lax.dynamic_slice_in_dim(a, at, rows) for a in (x_MD, *dys))
-        x_BD = jnp.where(is_within, x_BD, 0)
-        over_rows = (((0,), (0,)), ((), ()))
-        return [lax.dot_general(x_BD, dy, over_rows, preferred_element_type=jnp.float32) for dy in dy_blocks]
+        at, is_within = _placed(rows, start, end, count)
+        x_BD, *dy_blocks = (a.block(at, rows) for a in (x, *dys))
+        # Transposed once for all products, which are faster so.
+        x_DB = lax.optimization_barrier(jnp.where(is_within, x_BD, 0).T)
+        return [jnp.matmul(x_DB, dy, preferred_element_type=jnp.float32) for dy in dy_blocks]
 
     def expert(_: None, group: tuple[Array, Array]) -> tuple[None, list[Array]]:
         start, end = group
@@ -90,7 +93,7 @@ def _weight_gradients(x_MD: Array, dys: Sequence[Array], sizes_E: Array) -> list
 
 def _rows(
     of_block: Callable[[list[Array], list[Array]], list[Array]],
-    inputs: Sequence[Float[Array, "M _"]],
+    inputs: Sequence[Rows],
     weights: Sequence[Array],
     sizes_E: Int[Array, " E"],
     widths: Sequence[int],
@@ -104,19 +107,18 @@ def _rows(
       sizes_E: number of rows of each expert.
       widths: columns of the results.
     """
-    count, number = inputs[0].shape[0], len(inputs)
+    count = inputs[0].count
     blocks = _block_rows(count, sizes_E.size)
-    arrays = jax_compat.alike(*inputs, *weights, jnp.cumsum(sizes_E))
-    inputs, weights, ends_E = arrays[:number], arrays[number:-1], arrays[-1]
-    axes, dtype = jax_compat.varying_axes(ends_E), inputs[0].dtype
+    inputs, (*weights, ends_E) = _alike(inputs, [*weights, jnp.cumsum(sizes_E)])
+    axes, dtype = jax_compat.varying_axes(ends_E), inputs[0].values_SD.dtype
     results = [Value((count, width), dtype, axes).zeros() for width in widths]
 
-    def expert(results: list[Array], group: tuple[tuple[Array, ...], Array, Array]) -> tuple[list[Array], None]:
+    def expert(results: list[Array], group: tuple[list[Array], Array, Array]) -> tuple[list[Array], None]:
         of_expert, start, end = group
 
         def write(rows: int, first: Array, results: list[Array]) -> list[Array]:
             at, is_within = _placed(rows, first, ends_E[-1], count)
-            values = of_block([lax.dynamic_slice_in_dim(x, at, rows) for x in inputs], list(of_expert))
+            values = of_block([x.block(at, rows) for x in inputs], of_expert)
             before = [lax.dynamic_slice_in_dim(y, at, rows) for y in results]
             values = [jnp.where(is_within, *pair) for pair in zip(values, before, strict=True)]
             return [lax.dynamic_update_slice_in_dim(y, value, at, 0) for y, value in zip(results, values, strict=True)]
@@ -124,6 +126,12 @@ def _rows(
         return _over_blocks(write, write, results, start, end, blocks), None
 
     return lax.scan(expert, results, (weights, ends_E - sizes_E, ends_E))[0]
+
+
+def _alike(inputs: Sequence[Rows], arrays: Sequence[Array]) -> tuple[list[Rows], list[Array]]:
+    """Both with the varying axes of all."""
+    leaves, tree = jax.tree.flatten((list(inputs), list(arrays)))
+    return jax.tree.unflatten(tree, jax_compat.alike(*leaves))
 
 
 def _placed(rows: int, start: Array, end: Array, count: int) -> tuple[Array, Array]:

@@ -13,11 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.mesh.spread import EXPERT_MLP, EXPERTS, Axes
 from mmjax.models.context import Context
+from mmjax.models.experts.capacity import within_capacity
 from mmjax.models.experts.exchange import AllToAll, LocalExperts, compute_all_to_all, compute_in_ring, compute_local
 from mmjax.models.experts.mlp import expert_mlps, reads_in_place
 from mmjax.models.experts.router import Router, route, router_sums
@@ -69,9 +70,10 @@ def apply_experts(
     axes = context.axes
     routing = route(router, p, h_BTD, context.inputs["segments"] > 0)
     sums = router_sums(router, routing, context, losses)
+    experts_BTk, beyond = _computed(router, context, routing.experts_BTk)
     h_BTD, experts_BTk, weights_BTk = (
         lax.all_gather(x, axes.sp, axis=1, tiled=True) if axes.sp else jax_compat.to_varying(x, axes.tp)
-        for x in (h_BTD, routing.experts_BTk, routing.weights_BTk)
+        for x in (h_BTD, experts_BTk, routing.weights_BTk)
     )
     width = h_BTD.shape[-1]
     flat = (h_BTD.reshape(-1, width), *(x.reshape(-1, router.per_token) for x in (experts_BTk, weights_BTk)))
@@ -80,9 +82,24 @@ def apply_experts(
         # Ranks of tp send the same choices, or those of their own experts alone.
         repeated = 1 if axes.has_whole_experts else lax.axis_size(axes.tp)
         dropped = jax_compat.to_varying(dropped, (*axes.dp, *axes.positions, *axes.tp))
-        sums["router_dropped"] = lax.psum(dropped, axes.tp) / (router.per_token * repeated)
+        sums["router_dropped"] = (lax.psum(dropped, axes.tp) / repeated + beyond) / router.per_token
     y_BTD = y_ND.reshape(h_BTD.shape)
     return sp_scatter(y_BTD, axes.sp) if axes.sp else lax.psum(y_BTD, axes.tp), sums
+
+
+def _computed(
+    router: Router, context: Context, experts_BTk: Int[Array, "B T k"]
+) -> tuple[Int[Array, "B T k"], Float[Array, ""]]:
+    """The experts that compute each token, and the number of choices beyond their capacity, of all ranks of tp.
+
+    Such a choice has the number that no expert has, as padding's have. Tokens that are generated have all of theirs.
+    """
+    if not router.capacity or context.cache is not None:
+        return experts_BTk, jnp.zeros(())
+    is_chosen_BTk = experts_BTk < router.experts
+    is_computed_BTk = is_chosen_BTk & within_capacity(router, context, experts_BTk)
+    beyond = jnp.sum(is_chosen_BTk & ~is_computed_BTk).astype(jnp.float32)
+    return jnp.where(is_computed_BTk, experts_BTk, router.experts), lax.psum(beyond, context.axes.sp)
 
 
 def _exchanged(

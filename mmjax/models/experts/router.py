@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,8 @@ class Router:
       group_limit: see ``groups``.
       bias_rate: the change in a step of each expert's bias for the choice, which is not in the weight; ``None`` for no
         bias.
+      capacity: the most choices of a sample that an expert computes, over their mean number under equal loads; 0 is no
+        limit.
       buffer: tokens and rows of an all-to-all's buffers over their mean numbers under equal loads; 0 stands for the
         worst case.
     """
@@ -58,7 +61,15 @@ class Router:
     groups: int = 1
     group_limit: int = 1
     bias_rate: float | None = None
+    capacity: float = 0.0
     buffer: float = 0.0
+
+    def capacity_of(self, tokens: int) -> int:
+        """The most choices that an expert computes of a sample with so many tokens, if there is a ``capacity``.
+
+        It is exact: 1.1 times 10 is 11, and no rounding makes it 12.
+        """
+        return math.ceil(Fraction(str(self.capacity)) * tokens * self.per_token / self.experts)
 
     def buffer_tokens(self, tokens: int, experts: int) -> int:
         """The most of a rank's ``tokens`` tokens that it sends to another with ``experts`` experts, which is static."""

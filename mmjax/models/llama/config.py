@@ -25,13 +25,14 @@ ROUTERS = ("softmax", "sigmoid")
 EXPERT_SETTINGS = (
     *("experts_per_token", "expert_mlp", "shared_experts", "shared_gate", "dense_layers", "balance_loss"),
     *("router", "router_normalised", "router_scale", "router_groups", "router_group_limit", "router_bias"),
-    *("router_bias_rate", "router_z_loss", "expert_buffer"),
+    *("router_bias_rate", "router_z_loss", "expert_capacity", "expert_buffer"),
 )
 """Settings that have no effect without experts."""
 _NOT_NEGATIVE = (
-    *("experts", "expert_mlp", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate", "balance_loss"),
-    *("router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale"),
-    *("rope_mscale_all", "delta_heads", "delta_value_heads"),
+    *("vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context", "z_loss", "experts"),
+    *("expert_mlp", "expert_capacity", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate"),
+    *("balance_loss", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
+    *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -103,6 +104,9 @@ class DecoderConfig(ModuleSettings):
         units (DeepSeek, Qwen2-MoE).
       shared_gate: whether the result of shared experts is multiplied by a sigmoid of each token (Qwen2-MoE).
       dense_layers: number of first layers with an mlp in place of experts (DeepSeek).
+      expert_capacity: the most choices of a sample that an expert computes, over their mean number under equal loads,
+        such as 1.25 (Lepikhin et al., "GShard"): first choices of all tokens come before second ones, each in the order
+        of tokens; others are dropped and counted in "router_dropped". 0 drops none, as generated text does.
       expert_buffer: with Layout.ep_way='all-to-all', tokens that two ranks exchange, and rows of a rank's experts, over
         their mean numbers under equal loads, such as 1.5; choices of experts that do not fit are dropped and counted
         in "router_dropped". 0 is the worst case, in which none is.
@@ -182,6 +186,7 @@ class DecoderConfig(ModuleSettings):
     shared_experts: int = 0
     shared_gate: bool = False
     dense_layers: int = 0
+    expert_capacity: float = 0.0
     expert_buffer: float = 0.0
     router: str = "softmax"
     router_normalised: bool = True
@@ -199,17 +204,7 @@ class DecoderConfig(ModuleSettings):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp", "rope_theta", "norm_eps", "attention_every"):
             positive(f"Decoder.{name}", getattr(self, name))
-        for name in (
-            "vocab",
-            "head_dim",
-            "window",
-            "chunk",
-            "full_layers",
-            "full_every",
-            "rope_context",
-            "z_loss",
-            *_NOT_NEGATIVE,
-        ):
+        for name in _NOT_NEGATIVE:
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if self.kv_rank:

@@ -157,6 +157,7 @@ def router_of(c: DecoderConfig) -> Router:
         groups=c.router_groups,
         group_limit=c.router_group_limit,
         bias_rate=c.router_bias_rate if c.router_bias else None,
+        capacity=c.expert_capacity,
         buffer=c.expert_buffer,
     )
 
@@ -166,7 +167,7 @@ def layer_losses(c: DecoderConfig) -> dict[str, Loss]:
     if not c.experts:
         return {}
     weights = {"balance_loss": c.balance_loss, "router_z_loss": c.router_z_loss}
-    metrics = (*ROUTER_METRICS, *(("router_dropped",) if c.expert_buffer else ()))
+    metrics = (*ROUTER_METRICS, *(("router_dropped",) if c.expert_capacity or c.expert_buffer else ()))
     kept = {name: weight for name, weight in weights.items() if weight} | dict.fromkeys(metrics, 0.0)
     return {name: Loss(weight=weight, per="llm_tokens") for name, weight in kept.items()}
 

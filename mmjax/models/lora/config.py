@@ -7,6 +7,11 @@ from fnmatch import fnmatchcase
 
 from mmjax.configurable import configurable, not_negative, positive, require
 
+ATTENTION = "attention"
+"""A target: all products by which tokens of a layer read each other, whatever the layer's kind."""
+_KINDS = ("attn/*", "delta/*")
+"""Names of these products' weights: of attention, with latents or without, and of delta layers."""
+
 
 @configurable("Lora")
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +27,14 @@ class LoraConfig:
       rank: columns of A and rows of B; 0 adds no adapters.
       alpha: the adapters' products are multiplied by alpha / rank.
       targets: the weights of each layer that have an adapter: names inside a layer or patterns, such as 'mlp/*'; also
-        Hugging Face's names, such as 'q_proj', and 'all-linear'.
+        Hugging Face's names, such as 'q_proj', and 'all-linear'. 'attention' is all products of attention: 'attn/q',
+        'attn/k', 'attn/v' and 'attn/o', those to and from the latents of latent attention, and those of delta layers.
     """
 
     path: str = field(default="", metadata={"example": "adapters/mine"})
     rank: int = 0
     alpha: float = 16.0
-    targets: tuple[str, ...] = field(
-        default=("attn/q", "attn/k", "attn/v", "attn/o"), metadata={"example": ("attn/*", "mlp/*")}
-    )
+    targets: tuple[str, ...] = field(default=(ATTENTION,), metadata={"example": ("attn/*", "mlp/*")})
 
     def __post_init__(self) -> None:
         not_negative("Lora.rank", self.rank)
@@ -39,7 +43,7 @@ class LoraConfig:
 
     def adapts(self, name: str) -> bool:
         """Whether a weight of a layer, such as "attn/q", has an adapter by ``targets``; ``rank`` is not read."""
-        return any(fnmatchcase(name, target) for target in self.targets)
+        return any(is_target(name, target) for target in self.targets)
 
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason: "alpha" and "targets" for rank 0,
@@ -51,6 +55,11 @@ class LoraConfig:
     def scale(self) -> float:
         """The factor of the adapters' products, alpha / rank; 0 without adapters."""
         return self.alpha / self.rank if self.rank else 0.0
+
+
+def is_target(weight: str, target: str) -> bool:
+    """Whether a target, a native name, a pattern or ``ATTENTION``, stands for a weight of a layer, such as "attn/q"."""
+    return any(fnmatchcase(weight, pattern) for pattern in (_KINDS if target == ATTENTION else (target,)))
 
 
 NO_LORA = LoraConfig()

@@ -12,7 +12,6 @@ Shapes: E experts, D inputs, F outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from mmjax.configurable import require
 from mmjax.models.config import lora_name
 from mmjax.models.handles import Adapted
 from mmjax.models.layers import Params
-from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.config import LoraConfig, is_target
 from mmjax.models.module import Module
 from mmjax.models.parameters import Create, Declaration, LayerRun, ModuleSlice, declarations
 
@@ -102,7 +101,7 @@ def require_targets(name: str, module: Module, lora: LoraConfig) -> None:
     legal = list(dict.fromkeys(weight for group in module.groups for weight in _matrices(group.create)))
     for target in lora.targets:
         fix = f"{target!r} stands for no weight of {name}'s layers; they have {', '.join(legal)}"
-        require(any(fnmatchcase(weight, target) for weight in legal), f"{name}/Lora.targets", lora.targets, fix)
+        require(any(is_target(weight, target) for weight in legal), f"{name}/Lora.targets", lora.targets, fix)
 
 
 def lora_slice(name: str, module: Module, runs: Iterable[LayerRun], lora: LoraConfig, tp: int) -> ModuleSlice | None:

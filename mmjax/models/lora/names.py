@@ -9,7 +9,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, require
 from mmjax.models.families import Family
-from mmjax.models.lora.config import LoraConfig
+from mmjax.models.lora.config import ATTENTION, LoraConfig, is_target
 from mmjax.models.pretrained import family_weights, find_pretrained
 from mmjax.weights.folder import read_config
 from mmjax.weights.table import Row
@@ -37,7 +37,7 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
     Raises:
       ConfigError: a target matches no weight of the layers; the message lists the weights.
     """
-    if not lora.rank or all("/" in target for target in lora.targets):
+    if not lora.rank or all("/" in target or target == ATTENTION for target in lora.targets):
         return lora
     rows = layer_rows(family, settings, folder)
     weights = dict(weights_of_layers(rows))
@@ -47,7 +47,7 @@ def with_native_names(name: str, lora: LoraConfig, family: Family, settings: Any
     targets: list[str] = []
     for target in lora.targets:
         names = [weight for weight, hf_name in weights.items() if _matches(target, weight, hf_name)]
-        if not any(fnmatchcase(weight, target) for weight in (*weights, *experts)):
+        if not any(is_target(weight, target) for weight in (*weights, *experts)):
             fix = f"{target!r} stands for no weight of {name}'s layers; they have {_listed(weights.items())}"
             require(bool(names), f"{name}/Lora.targets", lora.targets, fix)
             targets += names

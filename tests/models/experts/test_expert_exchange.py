@@ -105,6 +105,20 @@ def require_equal(layout: Layout, router: Router = ROUTER, tokens: int = TOKENS)
 
 
 @pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
+@pytest.mark.parametrize("name", [n if n == "cp and dp" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+def test_choices_beyond_the_capacity_are_dropped_and_counted_alike(name: str, ep_way: str) -> None:
+    """Of 24 choices of a row of eight tokens an expert takes two, of fewer tokens fewer; padding is none of them."""
+    router, p, (x, segments) = dataclasses.replace(ROUTER, capacity=0.5), parameters(), inputs()
+    expected, dropped = jax.jit(on_ranks(Layout(), router))(p, x, segments)
+    chosen = ROUTER.per_token * int(jnp.sum(segments > 0))
+    assert 0.2 < dropped * ROUTER.per_token / chosen < 0.8
+    assert jnp.max(jnp.abs(expected - densely(p, x, segments))) > 0.1
+    actual, same = jax.jit(on_ranks(dataclasses.replace(LAYOUTS[name], ep_way=ep_way), router))(p, x, segments)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+    assert same == pytest.approx(float(dropped), rel=1e-6)
+
+
+@pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str, ep_way: str) -> None:
     require_equal(dataclasses.replace(LAYOUTS[name], ep_way=ep_way))
