@@ -98,13 +98,15 @@ def softmax_attention(
     causal: bool,
     window: int = 0,
     read_NN: jax.Array | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*V].
 
     N is the number of tokens, V the width of values; without `causal` each query reads all keys.
 
     With a window above 0, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal`
-    and `window`: it is true where a query (the row) reads a key (the column).
+    and `window`: it is true where a query (the row) reads a key (the column). A `cap` c above 0 makes a score s into
+    c · tanh(s / c).
     """
     length, heads, head_dim = q_NHK.shape
     unread = np.ones((length, length), bool)
@@ -115,6 +117,8 @@ def softmax_attention(
     for kv_head in range(k_NGK.shape[1]):
         q = q_NHK[:, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
         scores = matmul(q, k_NGK[:, kv_head].T) * head_dim**-0.5
+        if cap:
+            scores = cap * jnp.tanh(scores / cap)
         if read_NN is not None:
             scores = jnp.where(read_NN, scores, -jnp.inf)
         elif causal:

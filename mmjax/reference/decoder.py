@@ -109,14 +109,20 @@ def _decoder_layer(
     normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
     if decoder.has_delta(layer):
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
-        x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/delta/o"])
+        y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
-        x_ND = x_ND + _attention(leaves, layer, decoder, normed, tables, masks)
+        y_ND = _attention(leaves, layer, decoder, normed, tables, masks)
+    x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
     normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
         y_ND, sums = mixture(leaves, prefix, decoder, normed)
-        return x_ND + y_ND, sums
-    return x_ND + gated_mlp(leaves, f"{prefix}/mlp", normed), RouterSums()
+    else:
+        y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
+    return x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND), sums
+
+
+def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
+    return _normed(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
 
 
 def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
@@ -127,7 +133,12 @@ def _attention(
     leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables, masks: Masks | None
 ) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
+    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
     _, magnitude = _rotary(decoder)
+    if decoder.local_rope_theta and (decoder.window or decoder.chunk) and not is_global:
+        pairs = decoder.rotary_width // 2
+        angles_NK = np.outer(np.arange(length), decoder.local_rope_theta ** (-np.arange(pairs) / pairs))
+        tables, magnitude = (np.cos(angles_NK), np.sin(angles_NK)), 1.0
 
     def optional(name: str, *, exists: bool) -> jax.Array | float:
         return leaves[f"{prefix}/{name}"] if exists else 0.0
@@ -151,11 +162,13 @@ def _attention(
         if decoder.attention_gate:
             q, gate = q[..., : decoder.head_width], q[..., decoder.head_width :].reshape(length, -1)
         q, k = rotated("q", q), rotated("k", k)
-    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
+    if decoder.score_width:
+        q = q * (decoder.head_width / decoder.score_width) ** 0.5
     if masks is None:
-        mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)
+        window = 0 if is_global else decoder.window
+        mixed = softmax_attention(q, k, v, causal=True, window=window, cap=decoder.score_cap)
     else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)])
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)], cap=decoder.score_cap)
     if gate is not None:
         mixed = mixed / (1 + jnp.exp(-gate))
     return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
@@ -186,7 +199,7 @@ def _hidden(
     """
     if tables is None:
         tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
-    x_ND = leaves["llm/embed"][tokens_N] + added_ND
+    x_ND = leaves["llm/embed"][tokens_N] * (decoder.width**0.5 if decoder.scaled_embed else 1.0) + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
@@ -199,7 +212,9 @@ def _hidden(
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    return matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
+    logits_NV = matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
+    cap = decoder.logit_cap
+    return cap * jnp.tanh(logits_NV / cap) if cap else logits_NV
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))

@@ -37,6 +37,8 @@ LLMS = (
     "deepseek_v2_lite",
     "deepseek_v3",
     "qwen3_5_text",
+    "gemma2",
+    "gemma3_text",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
