@@ -278,10 +278,15 @@ def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settin
       joined: number of rows of `x_TD` that become one token, such as merge².
       settings: settings of the projector, such as `ProjectorConfig()`: its norm, kind and activation.
     """
-    if settings.norm != "none":
+    if settings.pool:
+        x_TD, joined = x_TD.reshape(-1, joined, x_TD.shape[1]).mean(axis=1), 1
+    if settings.norm == "rms_plus_one":
+        x_TD = rms_norm(1 + leaves[f"{projector}/norm/scale"], x_TD, LAYER_NORM_EPS)
+    elif settings.norm != "none":
         x_TD = norm(leaves, f"{projector}/norm", x_TD)
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
     if settings.kind == "linear":
         return affine(leaves, projector, merged)
-    up = matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
-    return matmul(activate(settings.activation, up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]
+    biases = (leaves[f"{projector}/{name}_bias"] if settings.bias else 0.0 for name in ("up", "down"))
+    up = matmul(merged, leaves[f"{projector}/up"]) + next(biases)
+    return matmul(activate(settings.activation, up), leaves[f"{projector}/down"]) + next(biases)

@@ -4,8 +4,8 @@
 
 The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
 ``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
-Of DeepSeek's models, whose choice of experts that function does not know, and of Qwen3.5 and Gemma, it is the cross-entropies
-alone.
+Of DeepSeek's models, whose choice of experts that function does not know, of Qwen3.5 and of Gemma, it is the
+cross-entropies alone.
 """
 
 # pyright: reportMissingImports=false

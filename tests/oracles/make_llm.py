@@ -5,8 +5,8 @@
 Under ``tests/oracles/llm/<family>``: ``config.json`` and ``model.safetensors`` as ``save_pretrained`` writes them, in
 bf16, and ``values.npz`` of the same weights in fp32: for several sequences, each run alone, the hidden states behind
 the last norm, the logits, and the log-probability of each next token; and the versions that made them. No bias is 0 and
-no scale is 1 (of Qwen3.5 and Gemma, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and than the
-context before it was scaled.
+no scale is 1 (of Qwen3.5 and Gemma, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and
+than the context before it was scaled.
 """
 
 # pyright: reportMissingImports=false
@@ -129,7 +129,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "gemma3_text": Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 5},
-        **dict(sliding_window=6, query_pre_attn_scalar=12, layer_types=LOCAL + ["full_attention"] + LOCAL),
+        **dict(sliding_window=6, query_pre_attn_scalar=12, layer_types=[*LOCAL, "full_attention", *LOCAL]),
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
             "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},

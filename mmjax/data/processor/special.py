@@ -41,6 +41,7 @@ class SpecialTokens:
       stops: ids of the tokens that end an answer.
       pad: id of the padding; None if the files name none.
       image: id of the image token; None without one.
+      around: ids of the tokens before and behind an image's, where the folder's processor writes them; () elsewhere.
       blank: where texts get a blank in front: "first" at their beginning, "always" after special tokens too; "" as in
         ``tokenizer.json``.
       added: tokens with ids that are listed in files other than ``tokenizer.json``.
@@ -52,6 +53,7 @@ class SpecialTokens:
     stops: tuple[int, ...] = ()
     pad: int | None = None
     image: int | None = None
+    around: tuple[int, ...] = ()
     blank: str = ""
     added: tuple[AddedToken, ...] = ()
     extra: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ def read_special_tokens(folder: str) -> SpecialTokens:
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     order = (generation, config, text or {})
     images = (config.get(name) for name in ("image_token_id", "image_token_index"))
+    around = [config.get(name) for name in ("boi_token_index", "eoi_token_index")]
     extra = _extra(mapped) + _extra(tokenizer)
     return SpecialTokens(
         texts=texts,
@@ -85,6 +88,7 @@ def read_special_tokens(folder: str) -> SpecialTokens:
         stops=next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ()),
         pad=next((ids[0] for file in order if (ids := _ids(file.get("pad_token_id")))), None),
         image=next((number for number in images if isinstance(number, int)), None),
+        around=tuple(number for number in around if isinstance(number, int)) if all(around) else (),
         blank=_blank(tokenizer, config),
         added=_added(folder, tokenizer.get("added_tokens_decoder"), {*texts.values(), *extra}),
         extra=tuple(dict.fromkeys(extra)),

@@ -68,6 +68,8 @@ class FolderTemplate:
       source: its text.
       tokens: names of special tokens in the template, and their texts, such as ("bos_token", "<s>").
       image: the text of the folder's image token; "" without one.
+      around: texts of the tokens before and behind an image's, of which the template writes the first alone, for the
+        whole image; () for a template that writes ``image``.
       begins: whether a dialogue that does not begin with bos gets one.
     """
 
@@ -75,6 +77,7 @@ class FolderTemplate:
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
     image: str = ""
+    around: tuple[str, ...] = ()
     begins: bool = False
 
     def formatted(self, text: str) -> str:
@@ -154,6 +157,9 @@ class FolderTemplate:
             raise ValueError(f"{self.place} refuses the dialogue: {error}") from None
         except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{self.place} fails on the dialogue ({type(error).__name__}: {error})") from None
+        if self.around:
+            first, last = self.around
+            text = text.replace(first, f"\n\n{first}{self.image}{last}\n\n")
         return text if keep_marks else text.replace(_LEARN, "").replace(_STOP, "")
 
 
@@ -310,7 +316,10 @@ def read_template(folder: str) -> FolderTemplate:
     _compiled(source, place)
     image = _token_text(folder, special.image, special.added) if special.image is not None else ""
     tokens = tuple(sorted(special.present.items()))
-    return FolderTemplate(place=place, source=source, tokens=tokens, image=image, begins=is_processor(folder))
+    around = tuple(_token_text(folder, number, special.added) for number in special.around)
+    return FolderTemplate(
+        place=place, source=source, tokens=tokens, image=image, around=around, begins=is_processor(folder)
+    )
 
 
 def _token_text(folder: str, number: int, added: Sequence[AddedToken]) -> str:

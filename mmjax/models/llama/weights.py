@@ -222,7 +222,8 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= qwen35_weights.layer_settings(t)
     if kind in _GEMMA:
         values |= gemma_weights.layer_settings(kind, t)
-        values["tied"] = bool(hf_config.get("whole", {}).get("tie_word_embeddings", values["tied"]))
+        if "whole" in hf_config:  # whose value counts, true by default
+            values["tied"] = bool(hf_config["whole"].get("tie_word_embeddings", True))
         return values | _rope(kind, gemma_weights.with_rope(t) if kind == gemma_weights.GEMMA3 else t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
