@@ -318,7 +318,12 @@ def read_template(folder: str) -> FolderTemplate:
     tokens = tuple(sorted(special.present.items()))
     around = tuple(_token_text(folder, number, special.added) for number in special.around)
     return FolderTemplate(
-        place=place, source=source, tokens=tokens, image=image, around=around, begins=is_processor(folder)
+        place=place,
+        source=source,
+        tokens=tokens,
+        image=image,
+        around=around,
+        begins=is_processor(folder) and bool(name),
     )
 
 

@@ -55,8 +55,8 @@ class DecoderConfig(ModuleSettings):
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
       norm_plus_one: whether norms multiply by 1 + their weight, which is initially 0; the gated norm of delta layers
         does not (Qwen3.5, Gemma).
-      post_norms: whether the results of attention, or of the delta rule, and of the mlp have a norm each before they are
-        added to the layer's input (Gemma 2 and 3).
+      post_norms: whether the results of attention, or of the delta rule, and of the mlp have a norm each before they
+        are added to the layer's input (Gemma 2 and 3).
       activation: activation of the mlp's gate: ``silu``, ``gelu`` (tanh, Gemma), ``gelu_exact`` or ``quick_gelu``.
       scaled_embed: whether embeddings of tokens, not those of media, are multiplied by the root of ``width``, rounded
         to the run's dtype (Gemma).
