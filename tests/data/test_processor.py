@@ -207,7 +207,7 @@ def test_texts_that_hold_an_images_tokens_are_refused(mark: str) -> None:
 def test_crops_of_an_image_are_refused(tmp_path: Path) -> None:
     rules = json.loads((FOLDERS / "gemma3" / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**rules, "do_pan_and_scan": True}))
-    with pytest.raises(ConfigError, match="has do_pan_and_scan=True, not False; set Source.resize"):
+    with pytest.raises(ConfigError, match=r"has do_pan_and_scan=True, not False; set Source\.resize"):
         image_settings(str(tmp_path))
 
 
