@@ -276,9 +276,9 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
 
 def test_a_folder_alone_of_another_whole_model_is_refused_as_one(tmp_path: Path) -> None:
     """Not as a language model, which it is not."""
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {}}')
     assert folder_bindings(str(tmp_path))[1] == f"Model.weights={str(tmp_path)!r}"
-    with pytest.raises(ConfigError, match="its model_type is 'gemma3'; mmjax reads whole models of llava, llava_one"):
+    with pytest.raises(ConfigError, match="its model_type is 'llama4'; mmjax reads whole models of gemma3, llava, "):
         load_config([], folder_bindings(str(tmp_path)))
 
 

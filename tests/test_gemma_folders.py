@@ -121,6 +121,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
 def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     of = oracle(kind)
     node, image = of.model.nodes["vision"], of.values["image_0"]
+    assert node.projector
     tokens, _ = encode_image(of.leaves, "vision", node.config, image, projector=node.projector)
     assert apart(tokens, of.values["seen_0"]) < 2e-6
     assert apart(sample_logits(of.leaves, of.model, samples(kind)[2]), of.values["logits_2"]) < 1e-5

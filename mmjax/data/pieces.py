@@ -65,8 +65,8 @@ class Marks:
                 mark = image if self._tokenizer.media_token(piece.text) == self._image else MEDIUM
                 self._queues[mark].append(piece)
                 text += mark
-            elif held := next((mark for mark in (image, *self._template.around) if mark and mark in piece.text), ""):
-                raise ValueError(f"the text holds {held}, which stands for an image")
+            elif mark := next((mark for mark in (image, *self._template.around) if mark and mark in piece.text), ""):
+                raise ValueError(f"the text holds {mark}, which stands for an image")
             else:
                 text += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
         if image and self._template.takes_parts(USER) and not has_inline_images(self._template.source):

@@ -14,7 +14,7 @@ from mmjax.data.patches import FIRST_CODE
 from mmjax.mesh.layout import Layout
 from mmjax.models.choices import ACTIVATIONS, REMATS
 from mmjax.models.delta.config import DELTA_SETTINGS, DeltaSizes
-from mmjax.models.llama.checks import ROPE_TURNS, check_delta, check_experts, check_latent, check_rope, check_window
+from mmjax.models.llama.checks import ROPE_TURNS, DecoderChecks
 from mmjax.models.llama.presets import PRESETS
 from mmjax.models.settings import ModuleSettings
 
@@ -36,7 +36,7 @@ LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "ro
 
 @configurable("Decoder")
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModuleSettings):
+class DecoderConfig(DecoderChecks, ModuleSettings):
     """A language model.
 
     Attributes:
@@ -227,7 +227,7 @@ class DecoderConfig(ModuleSettings):
             not_negative(f"Decoder.{name}", getattr(self, name))
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if self.kv_rank:
-            check_latent(self)
+            self._check_latent()
         elif not self.head_dim:
             divides("Decoder.heads", self.heads, self.width, "Decoder.width")
         fix = f"must be above 0, at most 1, and rotate an even number of a head's {self.head_width} components"
@@ -240,12 +240,14 @@ class DecoderConfig(ModuleSettings):
         check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, **sizes)
         one_of("Decoder.remat", self.remat, REMATS)
         one_of("Decoder.activation", self.activation, ACTIVATIONS)
-        check_window(self)
-        check_rope(self)
+        self._check_window()
+        self._check_rope(self.rotary_width // 2)
         if self.experts:
-            check_experts(self)
+            self._check_experts()
         if self.delta_heads:
-            check_delta(self)
+            self.delta.check("Decoder")
+            fix = "delta layers see earlier tokens of a sample alone; use 'causal', or set Decoder.delta_heads to 0"
+            require(self.mask == "causal", "Decoder.mask", self.mask, fix)
 
     def check(self, name: str, layout: Layout) -> None:
         """See `ModuleSettings`; the delta rule goes over a row's tokens in their order."""

@@ -59,11 +59,12 @@ def layer_settings(kind: str, t: Json) -> dict[str, Any]:
     Raises:
       ConfigError: mmjax has no such layers; the message names the key and its value.
     """
-    activation, whole = t["hidden_activation"] or "gelu_pytorch_tanh", t.get("whole", {})
+    activation, composite = t["hidden_activation"] or "gelu_pytorch_tanh", t.get("whole", {})
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
-    both = t.get("use_bidirectional_attention")
+    bidirectional = t.get("use_bidirectional_attention")
     fix = "mmjax reads Gemma as a causal model, with images and prompts that see themselves"
-    require(not both or whole.get("model_type") == "paligemma", "config.json: use_bidirectional_attention", both, fix)
+    is_legal = not bidirectional or composite.get("model_type") == "paligemma"
+    require(is_legal, "config.json: use_bidirectional_attention", bidirectional, fix)
     scalar, head_dim = float(t["query_pre_attn_scalar"]), t["head_dim"]
     window = _window(t)
     values = {
@@ -75,7 +76,7 @@ def layer_settings(kind: str, t: Json) -> dict[str, Any]:
         "score_width": 0.0 if scalar == head_dim else scalar,
         "score_cap": float(t["attn_logit_softcapping"] or 0),
         "logit_cap": float(t["final_logit_softcapping"] or 0),
-        "mask": MASKS.get(whole.get("model_type", ""), "causal"),
+        "mask": MASKS.get(composite.get("model_type", ""), "causal"),
         **window,
     }
     if kind == GEMMA3:
