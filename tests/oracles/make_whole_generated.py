@@ -142,7 +142,9 @@ def main(name: str) -> None:
         images = [load_image(str(PROCESSORS / image)) for image in named]
         prompt = processor.apply_chat_template(asked, add_generation_prompt=True)
         # In a list of their own, as ``apply_chat_template`` gives them: else each is a conversation's only image.
-        given = processor(text=prompt, images=[images] if images else None, return_tensors="pt")
+        begun = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)  # as ``apply_chat_template`` asks
+        about = {"add_special_tokens": False} if begun else {}
+        given = processor(text=prompt, images=[images] if images else None, return_tensors="pt", **about)
         with torch.no_grad():
             made = model.generate(
                 **given, do_sample=False, max_new_tokens=LIMIT, return_dict_in_generate=True, output_logits=True
