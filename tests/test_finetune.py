@@ -47,6 +47,11 @@ QWEN: Mapping[str, Any] = {
     "asked": "<|im_start|>assistant",
 }
 """What a processor of Qwen-VL has beside its folder."""
+GEMMA_CHAT = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{% for c in m.content %}{% if c.type == 'image' %}<start_of_image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llava": {
         "config": "finetune_llava15",
@@ -60,6 +65,21 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"config": "finetune_qwen2_vl", "folder": ORACLES / "qwen" / "qwen2_vl", **QWEN},
     "qwen3_vl": {"config": "finetune_qwen3_vl", "folder": ORACLES / "qwen" / "qwen3_vl", **QWEN},
     "qwen3_5": {"config": "finetune_qwen3_5", "folder": ORACLES / "qwen" / "qwen3_5", **QWEN},
+    "gemma3": {
+        "config": "finetune_gemma3",
+        "folder": ORACLES / "gemma" / "gemma3",
+        "special": (
+            *("<pad>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<a>"),
+            "<image_soft_token>",
+        ),
+        "tokens": {
+            **{"bos_token": "<bos>", "eos_token": "<end_of_turn>", "pad_token": "<pad>"},
+            "chat_template": GEMMA_CHAT,
+        },
+        "images": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 48, "width": 48}},
+        "said": "{}<end_of_turn>",
+        "asked": "<start_of_turn>model",
+    },
 }
 """By folder, what a processor has beside it."""
 ICONS = Path(matplotlib.get_data_path()) / "images"
@@ -179,6 +199,7 @@ def test_only_answers_are_learned(family: str, messages: bool, tmp_path: Path) -
         ("qwen2_vl", "", 0.01, 0.1, 0.8),
         ("qwen3_vl", "", 0.01, 0.1, 0.8),
         ("qwen3_5", "", 0.01, 0.1, 0.8),
+        ("gemma3", "", 0.01, 0.1, 0.8),
     ],
 )
 def test_icons_are_learned(name: str, part: str, rate: float, left: float, right: float, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class Backend:
         mask: Mask,
         keys: Tokens | None = None,
         precomputed: TokenInfo | None = None,
+        soft_cap: float = 0.0,
     ) -> Float[Array, "B T H V"]:
         """Grouped-query attention within segments, of rows that are complete on this rank; differentiable.
 
@@ -72,17 +73,25 @@ class Backend:
           mask: the attention mask.
           keys: the keys' tokens; by default the queries' tokens.
           precomputed: the result of ``precompute`` for this mask and these tokens; by default it is computed here.
+          soft_cap: c > 0 makes a score s into c · tanh(s / c); 0 leaves it.
 
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, this mask or these devices.
           ValueError: a host input of the mask is missing.
         """
         call = AttentionCall.of(
-            q_BTHK, k_BSGK, tokens, mask, keys, max_runs=self.max_runs, value_width=v_BSGV.shape[-1]
+            q_BTHK,
+            k_BSGK,
+            tokens,
+            mask,
+            keys,
+            max_runs=self.max_runs,
+            value_width=v_BSGV.shape[-1],
+            soft_cap=soft_cap,
         )
         name = self.resolve(call)
         if name in XLA_BACKENDS:
-            return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGV, tokens, mask, keys)
+            return XLA_BACKENDS[name](q_BTHK, k_BSGK, v_BSGV, tokens, mask, keys, soft_cap)
         info = token_info(tokens, mask)
         return attend(KERNELS[name].of(call), q_BTHK, k_BSGK, v_BSGV, info | (precomputed or {}), info)
 
@@ -98,6 +107,7 @@ class Backend:
         axes: tuple[str, ...],
         cp_way: str,
         precomputed: TokenInfo | None = None,
+        soft_cap: float = 0.0,
     ) -> Float[Array, "B T H V"]:
         """Attention with the tokens of rows split over mesh axes, inside ``shard_map``.
 
@@ -109,15 +119,17 @@ class Backend:
           axes: mesh axes that the tokens of rows are split over.
           cp_way: a key of ``exchange.EXCHANGES``: "gather", "need", "ring" or "all-to-all".
           precomputed: the result of ``precompute`` for this mask and these tokens.
+          soft_cap: c > 0 makes a score s into c · tanh(s / c); 0 leaves it.
 
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, this mask, ``cp_way`` or these
             devices.
           ValueError: the heads cannot be divided over the ranks, as "all-to-all" needs it.
         """
-        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way, self.max_runs, value_width=v_BTGV.shape[-1])
+        widths = {"value_width": v_BTGV.shape[-1], "soft_cap": soft_cap}
+        call = AttentionCall.of(q_BTHK, k_BTGK, tokens, mask, keys, cp_way, self.max_runs, **widths)
         name = self.resolve(call)
-        kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask)
+        kernel = KERNELS[name].of(call) if name in KERNELS else blockwise.Blockwise(mask, soft_cap=soft_cap)
         return attend_across_ranks(
             q_BTHK,
             k_BTGK,

@@ -40,6 +40,7 @@ def attention(
     tokens: Tokens,
     mask: Mask,
     keys: Tokens | None = None,
+    soft_cap: float = 0.0,
 ) -> Float[Array, "B T H V"]:
     """Grouped-query attention among the tokens of one segment; differentiable, and in the dtype of the inputs.
 
@@ -52,12 +53,13 @@ def attention(
         and unused.
       mask: the attention mask, such as ``Mask("causal")``.
       keys: the keys' tokens; by default the queries' tokens.
+      soft_cap: see ``AttentionVjp``.
 
     Raises:
       ValueError: a host input of the mask is missing.
     """
     key_tokens = token_info(keys or tokens, mask)
-    return attend(Blockwise(mask), q_BTHK, k_BSGK, v_BSGV, token_info(tokens, mask), key_tokens)
+    return attend(Blockwise(mask, soft_cap=soft_cap), q_BTHK, k_BSGK, v_BSGV, token_info(tokens, mask), key_tokens)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Blockwise(AttentionVjp):
           query_tokens, key_tokens: results of ``custom_vjp.token_info`` for queries and keys: host inputs by name,
             "segments" among them.
         """
-        return forward(self.mask, q, k, v, query_tokens, key_tokens)
+        return forward(self.mask, q, k, v, query_tokens, key_tokens, soft_cap=self.soft_cap)
 
     def backward(
         self,
@@ -95,7 +97,7 @@ class Blockwise(AttentionVjp):
           out, stats: the results of ``forward``.
           d_out: the gradient of ``out``.
         """
-        return backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out)
+        return backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out, soft_cap=self.soft_cap)
 
 
 @dataclass(frozen=True)
@@ -107,18 +109,19 @@ class _Blocking:
     k_size: int
     q_count: int
     k_count: int
+    soft_cap: float
 
     @classmethod
-    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask, max_tokens: int = 0) -> _Blocking:
+    def of(cls, q_BTHK: Array, k_BSGK: Array, mask: Mask, max_tokens: int, soft_cap: float) -> _Blocking:
         """Blocks of at most ``max_tokens`` tokens; 0 stands for ``BLOCK``."""
         T, S, max_tokens = q_BTHK.shape[1], k_BSGK.shape[1], max_tokens or BLOCK
         if max_tokens * max_tokens >= T * S:
-            return cls(mask, T, S, 1, 1)
+            return cls(mask, T, S, 1, 1, soft_cap)
         (q_size, q_count), (k_size, k_count) = (
             _block_size_and_count(T, max_tokens),
             _block_size_and_count(S, max_tokens),
         )
-        return cls(mask, q_size, k_size, q_count, k_count)
+        return cls(mask, q_size, k_size, q_count, k_count, soft_cap)
 
     @property
     def is_single_pair(self) -> bool:
@@ -145,6 +148,7 @@ def forward(
     query_tokens: TokenInfo,
     key_tokens: TokenInfo,
     block: int = 0,
+    soft_cap: float = 0.0,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
     """Attention without a gradient: the output in the dtype of the inputs, and fp32 ``lse`` for ``backward``.
 
@@ -157,11 +161,12 @@ def forward(
       query_tokens, key_tokens: host inputs by name of the T queries and the S keys, such as {"segments": segments_BT},
         as ``custom_vjp.token_info`` makes them.
       block: the most tokens of a block; 0 stands for ``BLOCK``.
+      soft_cap: see ``AttentionVjp``.
 
     Raises:
       ValueError: a host input of the mask is missing.
     """
-    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
+    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block, soft_cap)
     q_BPtGRK, k_BNsGK, v_BNsGV, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGV, query_tokens, key_tokens)
     run = _forward_single_pair if blocks.is_single_pair else _forward_blocks
     out_BPtGRV, lse_BPGRt = run(blocks, q_BPtGRK, k_BNsGK, v_BNsGV, pairs)
@@ -181,6 +186,7 @@ def backward(
     lse_BHT: Array,
     d_out_BTHV: Array,
     block: int = 0,
+    soft_cap: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Gradients (fp32) of queries ``[B, T, H, K]``, keys ``[B, S, G, K]`` and values ``[B, S, G, V]``.
 
@@ -194,8 +200,9 @@ def backward(
       out_BTHV, lse_BHT: the results of ``forward``: the output, and the logarithm of each softmax's denominator.
       d_out_BTHV: the gradient of the output.
       block: the most tokens of a block; 0 stands for ``BLOCK``.
+      soft_cap: see ``AttentionVjp``.
     """
-    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block)
+    blocks = _Blocking.of(q_BTHK, k_BSGK, mask, block, soft_cap)
     q_BPtGRK, k_BNsGK, v_BNsGV, pairs = _split(blocks, q_BTHK, k_BSGK, v_BSGV, query_tokens, key_tokens)
     # The sum over the keys of weights times their gradients (D in FlashAttention, §B.2).
     delta_BTH = jnp.sum(out_BTHV.astype(jnp.float32) * d_out_BTHV.astype(jnp.float32), axis=-1)
@@ -279,20 +286,35 @@ class _BackwardInputs:
     delta: Array
 
 
-def _scores(mask: Mask, q_tGRK: Array, k_sGK: Array, queries: MaskInputs, keys: MaskInputs) -> Float[Array, "G R t s"]:
+def _scores(
+    blocks: _Blocking, q_tGRK: Array, k_sGK: Array, queries: MaskInputs, keys: MaskInputs
+) -> Float[Array, "G R t s"]:
+    return _masked(blocks.mask, _all_scores(blocks.soft_cap, q_tGRK, k_sGK), queries, keys)
+
+
+def _all_scores(soft_cap: float, q_tGRK: Array, k_sGK: Array) -> Float[Array, "G R t s"]:
+    """The scores of all pairs, hidden ones too."""
     scores = jnp.einsum("tgrk,sgk->grts", q_tGRK, k_sGK, preferred_element_type=jnp.float32)
-    return jnp.where(mask.allowed(queries, keys), scores * q_tGRK.shape[-1] ** -0.5, jnp.float32(_HIDDEN_SCORE))
+    scores *= q_tGRK.shape[-1] ** -0.5
+    return soft_cap * jnp.tanh(scores / soft_cap) if soft_cap else scores
+
+
+def _masked(mask: Mask, scores: Array, queries: MaskInputs, keys: MaskInputs) -> Float[Array, "G R t s"]:
+    return jnp.where(mask.allowed(queries, keys), scores, jnp.float32(_HIDDEN_SCORE))
 
 
 def _gradients(
-    mask: Mask, inputs: _BackwardInputs, k_sGK: Array, v_sGV: Array, queries: MaskInputs, keys: MaskInputs
+    blocks: _Blocking, inputs: _BackwardInputs, k_sGK: Array, v_sGV: Array, queries: MaskInputs, keys: MaskInputs
 ) -> tuple[Array, Array, Array]:
     """The contributions of a pair of blocks to the gradients of queries, keys and values, in fp32."""
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    weights_GRts = jnp.exp(_scores(mask, inputs.q, k_sGK, queries, keys) - inputs.lse[..., None])
+    scores_GRts = _all_scores(blocks.soft_cap, inputs.q, k_sGK)
+    weights_GRts = jnp.exp(_masked(blocks.mask, scores_GRts, queries, keys) - inputs.lse[..., None])
     dv_sGV = product("grts,tgrv->sgv", weights_GRts.astype(v_sGV.dtype), inputs.d_out)
     d_weights_GRts = product("tgrv,sgv->grts", inputs.d_out, v_sGV)
     d_scores_GRts = weights_GRts * (d_weights_GRts - inputs.delta[..., None]) * inputs.q.shape[-1] ** -0.5
+    if blocks.soft_cap:
+        d_scores_GRts *= 1 - jnp.square(scores_GRts / blocks.soft_cap)
     d_scores_GRts = d_scores_GRts.astype(inputs.q.dtype)
     dq_tGRK = product("grts,sgk->tgrk", d_scores_GRts, k_sGK)
     return dq_tGRK, product("grts,tgrk->sgk", d_scores_GRts, inputs.q), dv_sGV
@@ -303,7 +325,7 @@ def _gradients(
 
 def _forward_single_pair(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _BlockPairs) -> tuple[Array, Array]:
     def of_row(q_tGRK: Array, k_sGK: Array, v_sGV: Array, queries: MaskInputs, keys: MaskInputs) -> tuple[Array, Array]:
-        scores_GRts = _scores(blocks.mask, q_tGRK, k_sGK, queries, keys)
+        scores_GRts = _scores(blocks, q_tGRK, k_sGK, queries, keys)
         lse_GRt = jax.nn.logsumexp(scores_GRts, axis=-1)
         weights_GRts = jnp.exp(scores_GRts - lse_GRt[..., None]).astype(v_sGV.dtype)
         return jnp.einsum("grts,sgv->tgrv", weights_GRts, v_sGV), lse_GRt
@@ -314,7 +336,7 @@ def _forward_single_pair(blocks: _Blocking, q: Array, k: Array, v: Array, pairs:
 def _backward_single_pair(
     blocks: _Blocking, inputs: _BackwardInputs, k: Array, v: Array, pairs: _BlockPairs
 ) -> tuple[Array, Array, Array]:
-    return _vmap_rows_and_blocks(partial(_gradients, blocks.mask))(inputs, k, v, pairs.queries, pairs.keys)
+    return _vmap_rows_and_blocks(partial(_gradients, blocks))(inputs, k, v, pairs.queries, pairs.keys)
 
 
 def _vmap_rows_and_blocks(function: Any) -> Any:
@@ -337,7 +359,7 @@ def _forward_blocks(blocks: _Blocking, q: Array, k: Array, v: Array, pairs: _Blo
         def add(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc_tGRV, total_GRt, top_GRt = sums
             key_block = pairs.lists_BPN[row, block, n]
-            scores_GRts = _scores(blocks.mask, q_tGRK, k[row, key_block], queries, _at(pairs.keys, row, key_block))
+            scores_GRts = _scores(blocks, q_tGRK, k[row, key_block], queries, _at(pairs.keys, row, key_block))
             new_GRt = jnp.maximum(top_GRt, scores_GRts.max(axis=-1))
             weights_GRts, shrink_GRt = jnp.exp(scores_GRts - new_GRt[..., None]), jnp.exp(top_GRt - new_GRt)
             increment = jnp.einsum(
@@ -387,7 +409,7 @@ def _backward_blocks(
             key_block = pairs.lists_BPN[row, block, n]
             keys = _at(pairs.keys, row, key_block)
             pair_dq, pair_dk, pair_dv = _gradients(
-                blocks.mask, block_inputs, k[row, key_block], v[row, key_block], queries, keys
+                blocks, block_inputs, k[row, key_block], v[row, key_block], queries, keys
             )
             return dq_tGRK + pair_dq, dk.at[row, key_block].add(pair_dk), dv.at[row, key_block].add(pair_dv)
 

@@ -9,7 +9,7 @@ local to this rank).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,9 +44,15 @@ def token_info(tokens: Tokens, mask: Mask) -> TokenInfo:
 
 @dataclass(frozen=True)
 class AttentionVjp:
-    """Forward and backward of attention under a mask."""
+    """Forward and backward of attention under a mask.
+
+    Attributes:
+      mask: the attention mask.
+      soft_cap: c > 0 makes a score s into c · tanh(s / c) before the mask (Gemma Team, "Gemma 2", §2); 0 leaves it.
+    """
 
     mask: Mask
+    soft_cap: float = field(default=0.0, kw_only=True)
 
     def forward(
         self, q_BTHK: Array, k_BSGK: Array, v_BSGV: Array, query_tokens: TokenInfo, key_tokens: TokenInfo

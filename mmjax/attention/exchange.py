@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -149,8 +150,8 @@ def attend_across_ranks(
       q_BTHK, k_BTGK, v_BTGV: queries, keys and values of this rank's tokens.
       tokens: this rank's tokens, such as ``Tokens.of(inputs, ("cp",))`` with "segments" ``[B, T]`` in ``inputs``.
       keys: the tokens of complete rows, ``gather_tokens(tokens, kernel.mask, axes, cp_way)``.
-      kernel: computes the attention of queries to keys that are on one rank; its mask is the attention mask, such as
-        ``Blockwise(Mask("causal"))``.
+      kernel: computes the attention of queries to keys that are on one rank; its mask and soft cap are those of the
+        attention, such as ``Blockwise(Mask("causal"))``.
       axes: mesh axes that the tokens of rows are split over, such as ("cp",).
       cp_way: a key of ``EXCHANGES``: "gather", "need", "ring" or "all-to-all".
       precomputed: the kernel's arrays of the queries' tokens by name (see ``Backend.precompute``); ``None`` for none.
@@ -281,12 +282,13 @@ class _Ring(Exchange):
     def forward(
         self, q: Array, k: Array, v: Array, query_tokens: TokenInfo, key_tokens: TokenInfo
     ) -> tuple[Array, Any]:
-        out, lse = blockwise.forward(self.mask, q, k, v, query_tokens, self._keys_of_round(key_tokens, 0))
+        attention = partial(blockwise.forward, self.mask, soft_cap=self.kernel.soft_cap)
+        out, lse = attention(q, k, v, query_tokens, self._keys_of_round(key_tokens, 0))
         sums = out.astype(jnp.float32)
         for number in range(1, self.group.size):
             k, v = self.group.ring_shift((k, v))
             round_keys = self._keys_of_round(key_tokens, number)
-            round_out, round_lse = blockwise.forward(self.mask, q, k, v, query_tokens, round_keys)
+            round_out, round_lse = attention(q, k, v, query_tokens, round_keys)
             total_lse = jnp.logaddexp(lse, round_lse)
             weights = [jnp.swapaxes(jnp.exp(part_lse - total_lse), 1, 2)[..., None] for part_lse in (lse, round_lse)]
             sums, lse = sums * weights[0] + round_out.astype(jnp.float32) * weights[1], total_lse
@@ -303,14 +305,13 @@ class _Ring(Exchange):
         stats: Any,
         d_out: Array,
     ) -> tuple[Array, Array, Array]:
+        gradients = partial(blockwise.backward, self.mask, soft_cap=self.kernel.soft_cap)
         round_keys = self._keys_of_round(key_tokens, 0)
-        dq, dk, dv = blockwise.backward(self.mask, q, k, v, query_tokens, round_keys, out, stats, d_out)
+        dq, dk, dv = gradients(q, k, v, query_tokens, round_keys, out, stats, d_out)
         for number in range(1, self.group.size):
             (k, v), (dk, dv) = self.group.ring_shift(((k, v), (dk, dv)))
             round_keys = self._keys_of_round(key_tokens, number)
-            round_dq, round_dk, round_dv = blockwise.backward(
-                self.mask, q, k, v, query_tokens, round_keys, out, stats, d_out
-            )
+            round_dq, round_dk, round_dv = gradients(q, k, v, query_tokens, round_keys, out, stats, d_out)
             dq, dk, dv = dq + round_dq, dk + round_dk, dv + round_dv
         dk, dv = self.group.ring_shift((dk, dv))  # to the ranks of the keys
         return dq, dk, dv

@@ -38,6 +38,7 @@ class AttentionCall:
       in_row_order: whether tokens are stored in the order of their rows, and queries and keys are the same tokens.
       max_runs: the known bound on the number of runs in rows (see ``row_runs``).
       value_width: width of a head of values; 0 stands for ``width``.
+      soft_cap: see ``AttentionVjp``.
     """
 
     platform: str
@@ -53,6 +54,7 @@ class AttentionCall:
     in_row_order: bool = True
     max_runs: int = ANY_RUNS
     value_width: int = 0
+    soft_cap: float = 0.0
 
     @classmethod
     def of(
@@ -65,11 +67,13 @@ class AttentionCall:
         cp_way: str = "",
         max_runs: int = ANY_RUNS,
         value_width: int = 0,
+        soft_cap: float = 0.0,
     ) -> AttentionCall:
         """The call with these arguments on the devices of the trace; with ``cp_way`` they are one rank's arguments.
 
         ``keys`` are the keys' tokens; ``None`` stands for ``tokens``, the queries'. For ``max_runs`` see ``row_runs``.
-        ``value_width`` is the width of a head of values; 0 stands for that of queries.
+        ``value_width`` is the width of a head of values; 0 stands for that of queries. For ``soft_cap`` see
+        ``AttentionVjp``.
         """
         platform, device_kind = jax_compat.traced_devices()
         queries, heads, width = q_BTHK.shape[1:]
@@ -87,6 +91,7 @@ class AttentionCall:
             in_row_order=not cp_way and (keys is None or keys is tokens) and "order" not in tokens.inputs,
             max_runs=max_runs,
             value_width=value_width,
+            soft_cap=soft_cap,
         )
 
     def device_is_one_of(self, *words: str) -> bool:
@@ -119,7 +124,7 @@ class Kernel(AttentionVjp):
     @classmethod
     def of(cls, call: AttentionCall) -> Self:
         """The kernel for a call that ``refusal`` does not refuse."""
-        return cls(replace(call.mask, window=call.window), call.in_row_order)
+        return cls(replace(call.mask, window=call.window), call.in_row_order, soft_cap=call.soft_cap)
 
     @classmethod
     def refusal(cls, call: AttentionCall) -> str:
@@ -132,7 +137,12 @@ class Kernel(AttentionVjp):
         if not call.in_row_order and not call.cp_way:
             return f"{library.name} reads a token's place from its index, and rows are cut or permuted"
         return library.refusal(
-            call.width, call.mask.grid_window, call.mask.kind, call.cp_way, value_width=call.value_width
+            call.width,
+            call.mask.grid_window,
+            call.mask.kind,
+            call.cp_way,
+            value_width=call.value_width,
+            soft_cap=call.soft_cap,
         )
 
     @classmethod

@@ -21,6 +21,7 @@ def dense_attention(
     tokens: Tokens,
     mask: Mask,
     keys: Tokens | None = None,
+    soft_cap: float = 0.0,
 ) -> Float[Array, "B T H V"]:
     """Grouped-query attention from an array of the scores of all pairs of tokens, in the dtype of ``v_BSGV``.
 
@@ -29,6 +30,7 @@ def dense_attention(
       tokens: the queries' tokens, such as ``Tokens.of({"segments": segments_BT})``.
       mask: the attention mask, such as ``Mask("causal")``.
       keys: the keys' tokens; by default the queries' tokens.
+      soft_cap: c > 0 makes a score s into c · tanh(s / c); 0 leaves it.
 
     Raises:
       ValueError: a host input of the mask is missing.
@@ -37,6 +39,8 @@ def dense_attention(
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
     scores_BGRTS = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK, preferred_element_type=jnp.float32) * K**-0.5
+    if soft_cap:
+        scores_BGRTS = soft_cap * jnp.tanh(scores_BGRTS / soft_cap)
     allowed_BTS = mask.allowed(mask.inputs(tokens), mask.inputs(keys or tokens))
     # A finite floor keeps rows without any allowed key free of NaN.
     scores_BGRTS = jnp.where(allowed_BTS[:, None, None], scores_BGRTS, jnp.float32(-1e30))

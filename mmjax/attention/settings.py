@@ -27,6 +27,7 @@ class Library:
       any_mask: whether every kind of mask is supported: each token sees one interval of keys, and masks for which that
         is not so are computed blockwise.
       cp_ways: supported values of ``Layout.cp_way``.
+      soft_caps: whether scores may have a soft cap.
     """
 
     name: str
@@ -38,9 +39,17 @@ class Library:
     version: str = ""
     any_mask: bool = False
     cp_ways: tuple[str, ...] = ()
+    soft_caps: bool = False
 
     def refusal(
-        self, head_width: int, grid_window: int = 0, kind: str = "causal", cp_way: str = "", *, value_width: int = 0
+        self,
+        head_width: int,
+        grid_window: int = 0,
+        kind: str = "causal",
+        cp_way: str = "",
+        *,
+        value_width: int = 0,
+        soft_cap: float = 0.0,
     ) -> str:
         """The reason why the library cannot compute such attention, or is not installed; "" where it can.
 
@@ -50,7 +59,10 @@ class Library:
           kind: the kind of the mask: "causal", "full" or "words".
           cp_way: a value of ``Layout.cp_way``; "" without context parallelism.
           value_width: width of one head of values; 0 stands for ``head_width``.
+          soft_cap: the bound of scores; 0 is none.
         """
+        if soft_cap and not self.soft_caps:
+            return f"{self.name} has no soft cap of scores"
         if kind == "words" and not self.any_mask:
             return f"{self.name} takes causal and full masks, and none of other rules"
         if cp_way and cp_way not in self.cp_ways:
@@ -76,6 +88,7 @@ LIBRARIES: Mapping[str, Library] = {
         package="tokamax",
         version="0.0.12",
         any_mask=True,
+        soft_caps=True,
         cp_ways=("gather", "need", "all-to-all"),
     ),
 }
@@ -129,7 +142,14 @@ def check_backend_run(field: str, attention: str, dtype: str, platform: str) -> 
 
 
 def check_backend(
-    cls: str, attention: str, head_width: int, grid_window: int = 0, kind: str = "causal", *, value_width: int = 0
+    cls: str,
+    attention: str,
+    head_width: int,
+    grid_window: int = 0,
+    kind: str = "causal",
+    *,
+    value_width: int = 0,
+    soft_cap: float = 0.0,
 ) -> None:
     """Raises `ConfigError` unless the backend exists and supports the module's heads, windows and mask.
 
@@ -140,6 +160,7 @@ def check_backend(
       grid_window: edge of the windows that cut an image, or chunk of a text; 0 is none.
       kind: the kind of the mask: "causal", "full" or "words".
       value_width: width of one head of values; 0 stands for ``head_width``.
+      soft_cap: the bound of scores; 0 is none.
 
     Raises:
       ConfigError: the name is unknown, or the backend's library refuses.
@@ -147,5 +168,6 @@ def check_backend(
     name = f"{cls}.attention"
     one_of(name, attention, BACKENDS)
     if attention in LIBRARIES:
-        refusal = LIBRARIES[attention].refusal(head_width, grid_window, kind, value_width=value_width)
+        library = LIBRARIES[attention]
+        refusal = library.refusal(head_width, grid_window, kind, value_width=value_width, soft_cap=soft_cap)
         require(not refusal, name, attention, f"{refusal}; use {AUTO!r} or 'blockwise'")

@@ -83,7 +83,7 @@ class Tokamax(Kernel):
             "segments" among them.
         """
         if not self.mask.shows_intervals:
-            return blockwise.forward(self.mask, q, k, v, query_tokens, key_tokens)
+            return blockwise.forward(self.mask, q, k, v, query_tokens, key_tokens, soft_cap=self.soft_cap)
         kernel, config = forward_kernel()
         options = {"out_dtype": q.dtype, "normalize_output": True, "return_residuals": True}
         options |= {"use_stable_softmax": True, "rescale_threshold": 1.0, "config": config, **self._options(q)}
@@ -116,7 +116,8 @@ class Tokamax(Kernel):
           d_out: the gradient of ``out``.
         """
         if not self.mask.shows_intervals:
-            return blockwise.backward(self.mask, q, k, v, query_tokens, key_tokens, out, stats, d_out)
+            tokens = query_tokens, key_tokens
+            return blockwise.backward(self.mask, q, k, v, *tokens, out, stats, d_out, soft_cap=self.soft_cap)
         kernel, config = backward_kernel()
         options = {"config": config, "ds_dtype": None, **self._options(q)}
         (T, S), visible = (q.shape[1], k.shape[1]), self._visible_keys(query_tokens, key_tokens)
@@ -135,7 +136,8 @@ class Tokamax(Kernel):
     def _options(self, q_BTHK: Array) -> dict[str, Any]:
         """Keyword arguments of both kernels."""
         causal = _by_segment(self.mask, in_row_order=self.in_row_order) and self.mask.kind == "causal"
-        return {"is_causal": causal, "logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": None}
+        scores = {"logits_scale": q_BTHK.shape[-1] ** -0.5, "logits_soft_cap": self.soft_cap or None}
+        return {"is_causal": causal, **scores}
 
     def _visible_keys(self, query_tokens: TokenInfo, key_tokens: TokenInfo) -> _VisibleKeys:
         """The intervals of all queries; without ends under a causal mask, which the kernels apply themselves."""

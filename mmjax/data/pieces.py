@@ -83,6 +83,7 @@ class Marks:
         of other media. Raises ValueError if the turn's own text holds one of these tokens.
         """
         image, text = self._template.image, ""
+        literals = (image, self._template.video, *self._template.around_image)
         for piece in self._media.of_turn(number):
             if piece.kind in ("medium", "video"):
                 is_seen = self._tokenizer.media_token(piece.text) == self._image
@@ -90,8 +91,8 @@ class Marks:
                 mark = token if is_seen and token else MEDIUM
                 self._queues[mark].append(piece)
                 text += mark
-            elif literal := next((mark for mark in (image, self._template.video) if mark and mark in piece.text), ""):
-                medium = "an image" if literal == image else "a video"
+            elif literal := next((mark for mark in literals if mark and mark in piece.text), ""):
+                medium = "a video" if literal == self._template.video else "an image"
                 raise ValueError(f"the text holds {literal}, which stands for {medium}")
             else:
                 text += piece.text.replace(MEDIUM, "\N{REPLACEMENT CHARACTER}")
@@ -112,7 +113,7 @@ class Marks:
                 if at % 2 and not self._queues[part]:
                     raise ValueError(f"{place} writes more places of media than there are media")
                 if at % 2:
-                    pieces += temporal_patches(self._queues[part].pop(0), self._template.around)
+                    pieces += temporal_patches(self._queues[part].pop(0), self._template.around_patch)
                 else:
                     pieces.append(Piece(text=part, weight=weight))
         if any(self._queues.values()):

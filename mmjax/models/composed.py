@@ -154,5 +154,7 @@ def _projector(name: str, projector: ProjectorConfig, width: int) -> dict[str, A
     hidden = projector.hidden_of(width)
     require(hidden == width, f"{prefix}.hidden", hidden, f"LLaVA's has the language model's width ({width})")
     require(not projector.inject, f"{prefix}.inject", projector.inject, "LLaVA's tokens enter once")
+    require(projector.bias, f"{prefix}.bias", projector.bias, "LLaVA's has biases")
+    require(not projector.pool, f"{prefix}.pool", projector.pool, "LLaVA makes a token of every patch")
     hidden_act = next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == projector.activation)
     return {"projector_hidden_act": hidden_act, "multimodal_projector_bias": True}

@@ -98,12 +98,18 @@ class Context:
         return _local_tokens(x_BTD, self.axes.sp)
 
     def attend(
-        self, q: Float[Array, "B T H K"], k: Float[Array, "B T G K"], v: Float[Array, "B T G V"]
+        self,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G V"],
+        *,
+        soft_cap: float = 0.0,
     ) -> Float[Array, "B T H V"]:
         """Attention of queries to keys and values, cached ones included, under the mask; inside ``shard_map``.
 
         Queries, keys and values are of ``tokens``, with this rank's heads; H is a multiple of G, and rotary embedding
-        is applied already. A library's kernel takes no values of another width than keys.
+        is applied already. A library's kernel takes no values of another width than keys. A ``soft_cap`` c above 0
+        makes a score s into c · tanh(s / c).
 
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, the mask or the devices.
@@ -113,12 +119,22 @@ class Context:
             cp_way = self.axes.cp_way
             keys = self.row_tokens or gather_tokens(self.tokens, self.mask, axes, cp_way)
             return self.backend.attend_across_ranks(
-                q, k, v, self.tokens, self.mask, keys, axes=axes, cp_way=cp_way, precomputed=self.precomputed
+                q,
+                k,
+                v,
+                self.tokens,
+                self.mask,
+                keys,
+                axes=axes,
+                cp_way=cp_way,
+                precomputed=self.precomputed,
+                soft_cap=soft_cap,
             )
         if self.cache is None:
-            return self.backend.attend(q, k, v, self.tokens, self.mask, precomputed=self.precomputed)
+            precomputed = self.precomputed
+            return self.backend.attend(q, k, v, self.tokens, self.mask, precomputed=precomputed, soft_cap=soft_cap)
         k, v, keys = self.cache.extended(k, v)
-        return Backend("blockwise").attend(q, k, v, self.tokens, self.mask, keys)
+        return Backend("blockwise").attend(q, k, v, self.tokens, self.mask, keys, soft_cap=soft_cap)
 
 
 def _local_tokens(x_BT: Array, axes: tuple[str, ...]) -> Array:

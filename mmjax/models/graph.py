@@ -131,7 +131,8 @@ class MultimodalModel:
         node = self.nodes[name]
         if node.ends:
             out = self.token_width(name)
-            return {"": (node.module.merged_width, node.ends.hidden_of(out), out)}
+            width = node.config.width if node.ends.pool else node.module.merged_width
+            return {"": (width, node.ends.hidden_of(out), out)}
         assert node.starts
         widths = {path: self.token_width(edge.source) for path, edge in self.start_edges(name).items()}
         out = node.module.merged_width
@@ -146,13 +147,14 @@ class MultimodalModel:
         return {"" if number == 0 else edge.source: edge for number, edge in enumerate(edges)}
 
     def projector_norm(self, name: str) -> dict[str, Any]:
-        """Keyword arguments of a ``Projector``: "norm" ("none", "layer" or "rms") and "together" (features of a token).
+        """Keyword arguments of a ``Projector``: "norm", "bias", and "together" (features that are concatenated).
 
         ``name`` is the node's; it has a projector.
         """
-        node = self.nodes[name]
-        assert node.projector
-        return {"norm": node.projector.norm, "together": node.module.patches_per_token if node.ends else 1}
+        node, projector = self.nodes[name], self.nodes[name].projector
+        assert projector
+        together = node.module.patches_per_token if node.ends and not projector.pool else 1
+        return {"norm": projector.norm, "together": together, "bias": projector.bias}
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
         """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``); hidden is 0 for a
@@ -300,7 +302,7 @@ class MultimodalModel:
             slices.append(ModuleSlice(projector_name(name), parts=parts, tp=tp))
         for edge, incoming in entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
-            create = partial(Projector, *self.injected_widths(edge), norm=projector.norm)
+            create = partial(Projector, *self.injected_widths(edge), norm=projector.norm, bias=projector.bias)
             parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)
@@ -317,7 +319,7 @@ class MultimodalModel:
         slices = zip(edge.inject, levels or [tokens] * len(edge.inject), strict=True)
         injected = {layer: columns for layer, columns in slices if layer in layers}
         projector = source.projector or ProjectorConfig()
-        return IncomingActivation(stage, tokens, injected, projector.activation)
+        return IncomingActivation(stage, tokens, injected, projector)
 
 
 def _refuse_tables_of_dimensions(name: str, module: Module) -> None:

@@ -25,7 +25,7 @@ from mmjax.mesh.spread import Axes
 from mmjax.models.handles import opened
 from mmjax.models.sequence_parallel import sp_gather
 from mmjax.models.taps import HEAD, Summed, Value, with_mark
-from mmjax.models.vocabulary import PADDED
+from mmjax.models.vocabulary import PADDED, capped
 
 MIN_CHUNK_TOKENS = 1024
 """The minimal number of tokens of a chunk. For each chunk backward reads the head twice and adds to its gradient in
@@ -71,6 +71,7 @@ def token_losses(
     tied: bool = False,
     chunk: int = 0,
     keep_logits: bool = False,
+    soft_cap: float = 0.0,
 ) -> TokenLosses:
     """Losses of tokens, with the vocabulary split over tp; padding entries have no probability and no gradient.
 
@@ -87,6 +88,7 @@ def token_losses(
       chunk: the maximal number of tokens of a chunk; 0 stands for ``chunk_tokens``.
       keep_logits: whether backward reads the logits of forward; of fp32 hidden states it computes them again in any
         case. All tokens are one chunk then.
+      soft_cap: c > 0 makes a logit x into c · tanh(x / c), in fp32; 0 leaves it.
 
     Returns:
       ``cross_entropy`` and ``log_sum``, the logarithm of the softmax's denominator, in nats, each ``[B, T]``.
@@ -103,7 +105,7 @@ def token_losses(
         max_tokens = targets_BT.size if keep_logits else chunk or chunk_tokens(size)
         x_CND, target_CN = _chunks(x_BTD, max_tokens), _chunks(targets_BT - start, max_tokens)
         alike = jax_compat.alike(x_CND, weight, target_CN, vocabulary - start)
-        sums_and_logits: Any = _local_losses(tied, keep_logits, *alike, total)
+        sums_and_logits: Any = _local_losses(_Head(tied, keep_logits, soft_cap), *alike, total)
         sums_BT, target_logit_BT = (
             y_CN.reshape(-1)[: targets_BT.size].reshape(targets_BT.shape) for y_CN in sums_and_logits
         )
@@ -127,16 +129,24 @@ def _chunks(values: Array, max_tokens: int) -> Array:
     return flat.reshape(count, size, *values.shape[2:])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class _Head(NamedTuple):
+    """Whether the head is a table ``[V, D]`` and logits are kept, and their soft cap; see ``token_losses``."""
+
+    tied: bool
+    keep_logits: bool
+    soft_cap: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _local_losses(
-    tied: bool, keep_logits: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+    kind: _Head, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
 ) -> tuple[Array, Array]:
     """For every token, the logarithm of this rank's part of the denominator, and its target's logit.
 
     The logit is 0 for targets in another rank's part of the vocabulary.
 
     Args:
-      tied, keep_logits: see ``token_losses``; logits that are kept are of one chunk.
+      kind: the kind of head; logits that are kept are of one chunk.
       x_CND: hidden states.
       head: this rank's part of the head.
       target_CN: targets as indices in this rank's part of the vocabulary, out of range for targets of other ranks.
@@ -146,7 +156,7 @@ def _local_losses(
     """
 
     def of_chunk(x_ND: Array, target_N: Array) -> tuple[Array, Array]:
-        return _sum_and_target(_logits(tied, x_ND, head), target_N, valid)
+        return _sum_and_target(kind, _logits(kind.tied, x_ND, head), target_N, valid)
 
     if len(x_CND) == 1:
         sums_N, target_logit_N = of_chunk(x_CND[0], target_CN[0])
@@ -155,33 +165,36 @@ def _local_losses(
 
 
 def _forward(
-    tied: bool, keep_logits: bool, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
+    kind: _Head, x_CND: Array, head: Array, target_CN: Array, valid: Array, total: Array | None
 ) -> tuple[tuple[Array, Array], Any]:
     logits_NV: Any = None
-    if keep_logits:
-        logits_NV = checkpoint_name(_logits(tied, x_CND[0], head), _LOGITS)
-        sums_CN, target_logit_CN = (y_N[None] for y_N in _sum_and_target(logits_NV, target_CN[0], valid))
+    if kind.keep_logits:
+        logits_NV = checkpoint_name(_logits(kind.tied, x_CND[0], head), _LOGITS)
+        sums_CN, target_logit_CN = (y_N[None] for y_N in _sum_and_target(kind, logits_NV, target_CN[0], valid))
     else:
-        sums_and_logits: Any = _local_losses(tied, keep_logits, x_CND, head, target_CN, valid, total)
+        sums_and_logits: Any = _local_losses(kind, x_CND, head, target_CN, valid, total)
         sums_CN, target_logit_CN = sums_and_logits
     sums_CN = checkpoint_name(sums_CN, _LOG_SUM)
     return (sums_CN, target_logit_CN), (x_CND, head, target_CN, valid, total, sums_CN, logits_NV)
 
 
-def _backward(tied: bool, keep_logits: bool, residuals: tuple[Any, ...], cotangents: tuple[Array, Array]) -> Any:
+def _backward(kind: _Head, residuals: tuple[Any, ...], cotangents: tuple[Array, Array]) -> Any:
     x_CND, head, target_CN, valid, total, sums_CN, kept_logits_NV = residuals
 
     def of_chunk(
         dtype: Any, x_ND: Array, target_N: Array, sums_N: Array, d_sums_N: Array, d_target_logit_N: Array
     ) -> Any:
         """Gradients of the chunk's hidden states and, in ``dtype``, of the head."""
-        logits_NV = _masked(kept_logits_NV if keep_logits else _logits(tied, x_ND, head), valid)
+        logits_NV = _capped(kind, kept_logits_NV if kind.keep_logits else _logits(kind.tied, x_ND, head))
         target_NV = jnp.arange(logits_NV.shape[1]) == target_N[:, None]
-        d_logits_NV = jnp.exp(logits_NV - sums_N[:, None]) * d_sums_N[:, None]
-        d_logits_NV = (d_logits_NV + jnp.where(target_NV, d_target_logit_N[:, None], 0.0)).astype(x_ND.dtype)
-        a, b = (d_logits_NV, x_ND) if tied else (x_ND, d_logits_NV)
+        d_logits_NV = jnp.exp(_masked(logits_NV, valid) - sums_N[:, None]) * d_sums_N[:, None]
+        d_logits_NV += jnp.where(target_NV, d_target_logit_N[:, None], 0.0)
+        if kind.soft_cap:
+            d_logits_NV *= 1 - jnp.square(logits_NV / kind.soft_cap)
+        d_logits_NV = d_logits_NV.astype(x_ND.dtype)
+        a, b = (d_logits_NV, x_ND) if kind.tied else (x_ND, d_logits_NV)
         d_head = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
-        return lax.dot_general(d_logits_NV, head, (((1,), (0 if tied else 1,)), ((), ()))), d_head
+        return lax.dot_general(d_logits_NV, head, (((1,), (0 if kind.tied else 1,)), ((), ()))), d_head
 
     chunks = (x_CND, target_CN, sums_CN, *cotangents)
     if len(x_CND) == 1 and total is None:
@@ -211,16 +224,21 @@ def _logits(tied: bool, x_ND: Array, head: Array) -> Float[Array, "N V"]:
     return lax.dot_general(x_ND, head, (((1,), (1 if tied else 0,)), ((), ())))
 
 
+def _capped(kind: _Head, logits_NV: Array) -> Array:
+    """Logits in fp32, with the soft cap if there is one."""
+    return capped(logits_NV.astype(jnp.float32), kind.soft_cap)
+
+
 def _masked(logits_NV: Array, valid: Array) -> Float[Array, "N V"]:
-    """Logits in fp32, ``PADDED`` for padding entries of the vocabulary."""
-    return jnp.where(jnp.arange(logits_NV.shape[1]) < valid, logits_NV.astype(jnp.float32), PADDED)
+    """fp32 logits, ``PADDED`` for padding entries of the vocabulary."""
+    return jnp.where(jnp.arange(logits_NV.shape[1]) < valid, logits_NV, PADDED)
 
 
-def _sum_and_target(logits_NV: Array, target_N: Array, valid: Array) -> tuple[Array, Array]:
+def _sum_and_target(kind: _Head, logits_NV: Array, target_N: Array, valid: Array) -> tuple[Array, Array]:
     """The logarithm of the denominator, and the target's logit or 0, of each token; see ``_local_losses``."""
-    masked_NV, last = _masked(logits_NV, valid), logits_NV.shape[1] - 1
+    masked_NV, last = _masked(_capped(kind, logits_NV), valid), logits_NV.shape[1] - 1
     top_N = jnp.max(masked_NV, axis=-1)
     sums_N = jnp.log(jnp.sum(jnp.exp(masked_NV - top_N[:, None]), axis=-1)) + top_N
     target_logit_N = jnp.take_along_axis(logits_NV, jnp.clip(target_N, 0, last)[:, None], axis=1)[:, 0]
     is_here_N = (target_N >= 0) & (target_N <= last)
-    return sums_N, jnp.where(is_here_N, target_logit_N.astype(jnp.float32), 0.0)
+    return sums_N, jnp.where(is_here_N, _capped(kind, target_logit_N), 0.0)

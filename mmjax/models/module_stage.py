@@ -24,7 +24,7 @@ from mmjax.models.lora.layers import with_adapters
 from mmjax.models.module import run_layers
 from mmjax.models.nodes import Edge, Node
 from mmjax.models.placeholders import merge_modality_tokens, with_newlines
-from mmjax.models.projector.config import injected_name
+from mmjax.models.projector.config import ProjectorConfig, injected_name
 from mmjax.models.projector.layers import joined, merged, project
 from mmjax.models.stage_model import Carry, StageModel
 
@@ -38,13 +38,13 @@ class IncomingActivation:
       tokens: the columns of the module's tokens.
       injected: the columns that enter a layer of this stage again, by the layer's index in this stage's module: the
         tokens, or the output of an inner layer.
-      activation: the activation function of the additional projectors.
+      projector: settings of the additional projectors.
     """
 
     stage: str
     tokens: slice
     injected: Mapping[int, slice]
-    activation: str
+    projector: ProjectorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class ModuleStage(StageModel):
         x, *levels = self._split_levels(x)
         together = self.node.module.patches_per_token
         if self.node.ends:
-            x = project(p[projector_name(self.module)], together, axes, x, self.node.ends.activation)
+            x = project(p[projector_name(self.module)], together, axes, x, self.node.ends)
             x = self._apply_callback("projected", self._context(self._hide_special(inputs), axes), x)
         return joined([x, *(merged(level, together) for level in levels)])
 
@@ -202,7 +202,7 @@ class ModuleStage(StageModel):
             edge, jnp.zeros((*index.shape, tokens.shape[-1]), dtype), tokens, context.inputs, cells
         )
         assert self.node.starts
-        return project(params[path] if path else params, 1, context.axes, gathered, self.node.starts.activation)
+        return project(params[path] if path else params, 1, context.axes, gathered, self.node.starts)
 
     def _merge_tokens(self, edge: Edge, x: Array, tokens: Array, inputs: Inputs, cells: int) -> Float[Array, "B T D"]:
         """``x`` with the tokens of an edge written at their places."""
@@ -222,7 +222,7 @@ class ModuleStage(StageModel):
             for layer, columns in incoming.injected.items():
                 projector_params = p[projector_name(edge.source)][injected_name(layer)]
                 source_x = _columns(carry[incoming.stage], columns)
-                tokens = project(projector_params, 1, context.axes.unshared, source_x, incoming.activation)
+                tokens = project(projector_params, 1, context.axes.unshared, source_x, incoming.projector)
                 values = self._merge_tokens(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
                 added[layer] = added[layer] + values if layer in added else values
         return added

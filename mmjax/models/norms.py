@@ -89,9 +89,12 @@ def layer_norm(x_BTD: Array, p: Mapping[str, Any], eps: float = 1e-6) -> Array:
     return y + repeated(p["bias"], y)
 
 
-def any_norm(x_BTD: Array, p: Mapping[str, Any], eps: float = 1e-6) -> Array:
-    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. "scale" is ``[D]``, in the dtype of ``x``."""
-    return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps)
+def any_norm(x_BTD: Array, p: Mapping[str, Any], eps: float = 1e-6, *, plus: float = 0.0) -> Array:
+    """LayerNorm, or RMSNorm if ``p`` has no "bias"; statistics in fp32. "scale" is ``[D]``, in the dtype of ``x``.
+
+    ``plus`` is added to the scale of an RMSNorm, see ``rms_norm``.
+    """
+    return layer_norm(x_BTD, p, eps) if "bias" in p else rms_norm(x_BTD, p["scale"], eps, plus=plus)
 
 
 def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:

@@ -95,6 +95,7 @@ _QWEN3_5: Mapping[str, FolderPart] = {
     **_QWEN3_VL,
     "projector": FolderPart("", {"visual.merger.": ("model.visual.merger.",)}),
 }
+_GEMMA: Mapping[str, FolderPart] = {**_LLAVA, "projector": FolderPart("", _PROJECTOR)}
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
@@ -102,6 +103,8 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen3_vl_moe": _QWEN3_VL,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
+    "gemma3": _GEMMA,
+    "paligemma": _GEMMA,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_onevision": {
         **_LLAVA,

@@ -93,10 +93,13 @@ class Affine(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Parameters "scale" and "bias" ``[width]`` of a LayerNorm, or "scale" of an RMSNorm; initially 1 and 0."""
+    """Parameters "scale" and "bias" ``[width]`` of a LayerNorm, or "scale" of an RMSNorm; initially 1 and 0.
 
-    def __init__(self, width: int, *, rms: bool = False):
-        self.scale = nnx.Param(jnp.ones(width), dims=("embed",))
+    The scale is initially 0 in a norm that multiplies by 1 + the scale, ``plus_one``.
+    """
+
+    def __init__(self, width: int, *, rms: bool = False, plus_one: bool = False):
+        self.scale = nnx.Param(jnp.full(width, 1.0 - plus_one), dims=("embed",))
         if not rms:
             self.bias = nnx.Param(jnp.zeros(width), dims=("embed",))
 

@@ -17,7 +17,9 @@ PADDED = np.float32(-1e30)
 """The logit of padding entries of the vocabulary: a finite stand-in for minus infinity."""
 
 
-def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> Float[Array, "B T V"]:
+def vocabulary_logits(
+    x_BTD: Array, head_DV: Array, axes: Axes, vocab: int, soft_cap: float = 0.0
+) -> Float[Array, "B T V"]:
     """fp32 logits of this rank's part of the vocabulary; padded entries are ``PADDED``, -1e30.
 
     Args:
@@ -26,10 +28,16 @@ def vocabulary_logits(x_BTD: Array, head_DV: Array, axes: Axes, vocab: int) -> F
       head_DV: this rank's columns of the head.
       axes: mesh axes by role, such as ``Axes()``.
       vocab: the size of the complete vocabulary, without padding.
+      soft_cap: c > 0 makes a logit x into c · tanh(x / c), in fp32; 0 leaves it.
     """
     (logits,) = column_parallel(x_BTD, [(head_DV, None)], axes)
     index_V = lax.axis_index(axes.tp) * head_DV.shape[1] + jnp.arange(head_DV.shape[1])
-    return jnp.where(index_V < vocab, logits.astype(jnp.float32), PADDED)
+    return jnp.where(index_V < vocab, capped(logits.astype(jnp.float32), soft_cap), PADDED)
+
+
+def capped(logits: Array, soft_cap: float) -> Array:
+    """``c · tanh(logits / c)`` for a soft cap c above 0, else the logits."""
+    return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
 
 def log_sum_exp(logits_BTV: Array, axes: Axes) -> Float[Array, "B T"]:

@@ -98,13 +98,15 @@ def softmax_attention(
     causal: bool,
     window: int = 0,
     read_NN: jax.Array | None = None,
+    cap: float = 0.0,
 ) -> jax.Array:
     """Softmax attention with scale K^-0.5; query head h reads key/value head h // (H / G). Returns [N, H*V].
 
     N is the number of tokens, V the width of values; without `causal` each query reads all keys.
 
     With a window above 0, a causal query reads at most that many keys, its own the last. `read_NN` replaces `causal`
-    and `window`: it is true where a query (the row) reads a key (the column).
+    and `window`: it is true where a query (the row) reads a key (the column). A `cap` c above 0 makes a score s into
+    c · tanh(s / c).
     """
     length, heads, head_dim = q_NHK.shape
     unread = np.ones((length, length), bool)
@@ -115,6 +117,8 @@ def softmax_attention(
     for kv_head in range(k_NGK.shape[1]):
         q = q_NHK[:, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
         scores = matmul(q, k_NGK[:, kv_head].T) * head_dim**-0.5
+        if cap:
+            scores = cap * jnp.tanh(scores / cap)
         if read_NN is not None:
             scores = jnp.where(read_NN, scores, -jnp.inf)
         elif causal:
@@ -274,10 +278,15 @@ def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settin
       joined: number of rows of `x_TD` that become one token, such as merge².
       settings: settings of the projector, such as `ProjectorConfig()`: its norm, kind and activation.
     """
-    if settings.norm != "none":
+    if settings.pool:
+        x_TD, joined = x_TD.reshape(-1, joined, x_TD.shape[1]).mean(axis=1), 1
+    if settings.norm == "rms_plus_one":
+        x_TD = rms_norm(1 + leaves[f"{projector}/norm/scale"], x_TD, LAYER_NORM_EPS)
+    elif settings.norm != "none":
         x_TD = norm(leaves, f"{projector}/norm", x_TD)
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)
     if settings.kind == "linear":
         return affine(leaves, projector, merged)
-    up = matmul(merged, leaves[f"{projector}/up"]) + leaves[f"{projector}/up_bias"]
-    return matmul(activate(settings.activation, up), leaves[f"{projector}/down"]) + leaves[f"{projector}/down_bias"]
+    biases = (leaves[f"{projector}/{name}_bias"] if settings.bias else 0.0 for name in ("up", "down"))
+    up = matmul(merged, leaves[f"{projector}/up"]) + next(biases)
+    return matmul(activate(settings.activation, up), leaves[f"{projector}/down"]) + next(biases)

@@ -33,8 +33,9 @@ from mmjax.reference.arithmetic import (
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
-from mmjax.reference.latent import latent_heads, latent_magnitude
+from mmjax.reference.latent import latent_heads
 from mmjax.reference.positions import cut_patches, patch_positions, token_positions
+from mmjax.reference.rotary import local_tables, rotary_magnitude, rotary_tables
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -44,64 +45,6 @@ DEFAULT_PROJECTOR = ProjectorConfig()
 NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
-def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
-    """Rotation tables (cosines, sines) [N, K / 2] of tokens at these positions (time, row, column), in float64.
-
-    A position's first number rotates all pairs of a head; with M-RoPE each number rotates the pairs of its section, or
-    every third pair where sections are interleaved. float64 is exact to the last fp32 bit at any position.
-    """
-    frequencies, _ = _rotary(decoder)
-    if decoder.rope_sections and decoder.rope_interleaved:
-        angles_NK = positions_N3[:, :1].astype(np.float64) * frequencies
-        for axis in (1, 2):
-            pairs = slice(axis, 3 * decoder.rope_sections[axis], 3)
-            angles_NK[:, pairs] = positions_N3[:, axis : axis + 1] * frequencies[pairs]
-        return np.cos(angles_NK), np.sin(angles_NK)
-    sections = decoder.rope_sections or (len(frequencies), 0, 0)
-    angles, first = [], 0
-    for axis, pairs in enumerate(sections):
-        section = frequencies[first : first + pairs]
-        angles.append(positions_N3[:, axis : axis + 1].astype(np.float64) * section)
-        first += pairs
-    angles_NK = np.concatenate(angles, axis=1)
-    return np.cos(angles_NK), np.sin(angles_NK)
-
-
-def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
-    """Frequencies of a head's pairs of components, and a factor of the rotated heads.
-
-    Sources: Peng et al. 2023, "YaRN", equations 13, 17 and 22, with a ramp between integer pairs as in published
-    models; for llama3 the frequencies of Llama 3.1's release, by wavelength.
-    """
-    pairs, base, factor, context = (
-        decoder.rotary_width // 2,
-        decoder.rope_theta,
-        decoder.rope_factor,
-        decoder.rope_context,
-    )
-    plain = 1 / base ** (np.arange(pairs) / pairs)
-    if decoder.rope_scaling == "none":
-        return plain, 1.0
-    if decoder.rope_scaling == "linear":
-        return plain / factor, 1.0
-    low, high = decoder.turns
-    if decoder.rope_scaling == "llama3":
-        frequencies = plain.copy()
-        for pair, wavelength in enumerate(2 * np.pi / plain):
-            if wavelength > context / low:
-                frequencies[pair] = plain[pair] / factor
-            elif wavelength >= context / high:
-                smooth = (context / wavelength - low) / (high - low)
-                frequencies[pair] = (1 - smooth) * plain[pair] / factor + smooth * plain[pair]
-        return frequencies, 1.0
-    # The pair whose wavelength fits `times` times into the context: context / (2 pi base^(pair / pairs)) = times.
-    start, end = (pairs * np.log(context / (times * 2 * np.pi)) / np.log(base) for times in (high, low))
-    start, end = max(np.floor(start), 0), min(np.ceil(end), 2 * pairs - 1)
-    ramp = np.clip((np.arange(pairs) - start) / (end - start if end != start else 0.001), 0, 1)
-    magnitude = latent_magnitude(decoder) if decoder.kv_rank else 0.1 * float(np.log(factor)) + 1
-    return plain / factor * ramp + plain * (1 - ramp), magnitude
-
-
 def _decoder_layer(
     leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
 ) -> tuple[jax.Array, RouterSums]:
@@ -109,14 +52,20 @@ def _decoder_layer(
     normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
     if decoder.has_delta(layer):
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
-        x_ND = x_ND + matmul(mixed, leaves[f"{prefix}/delta/o"])
+        y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
-        x_ND = x_ND + _attention(leaves, layer, decoder, normed, tables, masks)
+        y_ND = _attention(leaves, layer, decoder, normed, tables, masks)
+    x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
     normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
         y_ND, sums = mixture(leaves, prefix, decoder, normed)
-        return x_ND + y_ND, sums
-    return x_ND + gated_mlp(leaves, f"{prefix}/mlp", normed), RouterSums()
+    else:
+        y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
+    return x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND), sums
+
+
+def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
+    return _normed(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
 
 
 def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
@@ -127,7 +76,10 @@ def _attention(
     leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables, masks: Masks | None
 ) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
-    _, magnitude = _rotary(decoder)
+    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
+    magnitude = rotary_magnitude(decoder)
+    if decoder.local_rope_theta and (decoder.window or decoder.chunk) and not is_global:
+        tables, magnitude = local_tables(decoder, length), 1.0
 
     def optional(name: str, *, exists: bool) -> jax.Array | float:
         return leaves[f"{prefix}/{name}"] if exists else 0.0
@@ -151,11 +103,13 @@ def _attention(
         if decoder.attention_gate:
             q, gate = q[..., : decoder.head_width], q[..., decoder.head_width :].reshape(length, -1)
         q, k = rotated("q", q), rotated("k", k)
-    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
+    if decoder.score_width:
+        q = q * (decoder.head_width / decoder.score_width) ** 0.5
     if masks is None:
-        mixed = softmax_attention(q, k, v, causal=True, window=0 if is_global else decoder.window)
+        window = 0 if is_global else decoder.window
+        mixed = softmax_attention(q, k, v, causal=True, window=window, cap=decoder.score_cap)
     else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)])
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)], cap=decoder.score_cap)
     if gate is not None:
         mixed = mixed / (1 + jnp.exp(-gate))
     return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
@@ -186,7 +140,7 @@ def _hidden(
     """
     if tables is None:
         tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
-    x_ND = leaves["llm/embed"][tokens_N] + added_ND
+    x_ND = leaves["llm/embed"][tokens_N] * (decoder.width**0.5 if decoder.scaled_embed else 1.0) + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
@@ -199,7 +153,9 @@ def _hidden(
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    return matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
+    logits_NV = matmul(x_ND, leaves["llm/embed"].T if decoder.tied else leaves["llm/head"])
+    cap = decoder.logit_cap
+    return cap * jnp.tanh(logits_NV / cap) if cap else logits_NV
 
 
 @functools.partial(jax.jit, static_argnames=("decoder",))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mmjax.reference.arithmetic import Arrays, matmul
+from mmjax.reference.arithmetic import Arrays, activate, matmul
 
 if TYPE_CHECKING:
     from mmjax.models.llama.config import DecoderConfig
@@ -102,13 +102,16 @@ def mixture(
     return y_ND, RouterSums(losses, loads)
 
 
-def gated_mlp(leaves: Arrays, prefix: str, x_ND: jax.Array) -> jax.Array:
-    """The SwiGLU mlp with the leaves ``{prefix}/gate``, ``up`` and ``down``, and their biases where they exist."""
+def gated_mlp(leaves: Arrays, prefix: str, x_ND: jax.Array, activation: str = "silu") -> jax.Array:
+    """The gated mlp with the leaves ``{prefix}/gate``, ``up`` and ``down``, and their biases where they exist.
+
+    ``activation`` is a key of ``ACTIVATIONS``, of the gate.
+    """
 
     def product(name: str, y: jax.Array) -> jax.Array:
         return matmul(y, leaves[f"{prefix}/{name}"]) + leaves.get(f"{prefix}/{name}_bias", 0.0)
 
-    return product("down", jax.nn.silu(product("gate", x_ND)) * product("up", x_ND))
+    return product("down", activate(activation, product("gate", x_ND)) * product("up", x_ND))
 
 
 def _chosen(decoder: DecoderConfig, scores_NE: Float[Array, "N E"]) -> Bool[Array, "N E"]:

@@ -15,12 +15,13 @@ from mmjax.data.tiles import arrange
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.reference.arithmetic import Arrays, Leaves, Tables, dense_leaves, module_of, project
 from mmjax.reference.callbacks import Calls
-from mmjax.reference.decoder import Loads, decode, decode_loss, draw_loss, integrate, rotary_tables, speak_losses
+from mmjax.reference.decoder import Loads, decode, decode_loss, draw_loss, integrate, speak_losses
 from mmjax.reference.edges import edges_into_llm, first_encoder, image_before, media_encoders, nearest_tokens
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
 from mmjax.reference.masks import masks_of
 from mmjax.reference.positions import token_positions
+from mmjax.reference.rotary import rotary_tables
 from mmjax.reference.temporal import encode_clip
 from mmjax.reference.tiles import in_rows
 from mmjax.reference.user_encoder import patches_of, run_encoder

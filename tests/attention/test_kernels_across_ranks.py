@@ -125,9 +125,9 @@ def by_blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("forward", "backward"):
         kept = getattr(blockwise, name)
 
-        def tell(*given: Any, kept: Any = kept, name: str = name) -> Any:
+        def tell(*given: Any, kept: Any = kept, name: str = name, soft_cap: float = 0.0) -> Any:
             jax.debug.callback(lambda: told.append(name))
-            return kept(*given)
+            return kept(*given, soft_cap=soft_cap)
 
         monkeypatch.setattr(blockwise, name, tell)
     return told

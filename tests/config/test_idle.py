@@ -83,6 +83,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "audio/Whisper.length": ("100", CALLS, (*CALLS, "audio/Whisper.positions='learned'")),
     "llm/Decoder.full_layers": ("1", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.local_rope_theta": ("5.0", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.window": ("8", ("llm/Decoder.mask='all sees all everywhere'",), ()),
     "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
     "llm/Decoder.rope_context": ("64", (), ("llm/Decoder.rope_scaling='yarn'",)),
@@ -192,11 +193,12 @@ READ = {
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "norm_plus_one attention_gate delta_heads mask chunk rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "norm_plus_one post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask "
+    "chunk rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
-    "Projector": "kind norm inject newline",
+    "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",

@@ -38,14 +38,19 @@ SPECS = {
 """Encoders whose patches matter to the rule; others have patches of one pixel, so that nothing is cut off."""
 RULES = (
     *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit"),
-    *("qwen2_vl", "qwen3_vl", "llava_onevision"),
+    *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2"),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
 SEEING, SPEAKING = (
-    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision"),
+    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2"),
     ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
 )
-TOKENS = {"llava": EncoderSpec(patch=7, channels=3), **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")}}
+TOKENS = {
+    "llava": EncoderSpec(patch=7, channels=3),
+    "gemma3": EncoderSpec(patch=4, merge=4, channels=3),
+    "paligemma2": EncoderSpec(patch=7, channels=3),
+    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")},
+}
 
 
 def pictures(name: str, spec: EncoderSpec | None = None) -> Pictures:
@@ -176,15 +181,43 @@ def test_odd_answers(name: str, answer: str) -> None:
     tokenizer, template = folder(name)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
     counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
+    if name == "paligemma2" and "<image>" in answer:
+        with pytest.raises(ValueError, match="has no place for 1 of the media"):
+            encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
+        return
     laid = encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
     question = Turn(role="user", text="<image>q")
     prompt = encode_dialogue(tokenizer, encoders, {"vision": [2]}, [question], template=template).tokens
     prompt_tokens = list(laid.prompt_tokens) or laid.tokens[: laid.prompt]
     sees = tokenizer.media_token("vision")
     assert prompt_tokens == prompt and prompt.count(sees) == 2 and laid.tokens.count(sees) == sum(counts["vision"])
-    assert laid.tokens[-1] == tokenizer.eos or laid.tokens[-2] == tokenizer.eos
+    assert {*laid.tokens[-2:]} & {*tokenizer.stops}
     assert not any(weight for token, weight in zip(laid.tokens, laid.weights, strict=True) if token == sees)
     assert not any(laid.weights[: laid.prompt])
+
+
+@pytest.mark.parametrize("mark", ["<start_of_image>", "<end_of_image>", "<image_soft_token>"])
+def test_texts_that_hold_an_images_tokens_are_refused(mark: str) -> None:
+    """Else the template's text would have more images than there are."""
+    tokenizer, template = folder("gemma3")
+    with pytest.raises(ValueError, match=f"the text holds {mark}, which stands for an image"):
+        encode_dialogue(tokenizer, {}, {}, ((f"a {mark}", "b"),), template=template)
+
+
+def test_crops_of_an_image_are_refused(tmp_path: Path) -> None:
+    rules = json.loads((FOLDERS / "gemma3" / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**rules, "do_pan_and_scan": True}))
+    with pytest.raises(ConfigError, match=r"has do_pan_and_scan=True, not False; set Source\.resize"):
+        image_settings(str(tmp_path))
+
+
+def test_paligemma_takes_one_question() -> None:
+    tokenizer, template = folder("paligemma2")
+    turns = (("<image>q", "a"), ("and?", "b"))
+    with pytest.raises(ValueError, match="PaliGemma takes one question, and gives one answer"):
+        encode_dialogue(
+            tokenizer, {"vision": EncoderSpec(patch=1, channels=3)}, {"vision": [2]}, turns, template=template
+        )
 
 
 def test_special_tokens() -> None:

@@ -39,6 +39,8 @@ LLMS = (
     "deepseek_v2_lite",
     "deepseek_v3",
     "qwen3_5_text",
+    "gemma2",
+    "gemma3_text",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
@@ -108,6 +110,7 @@ def test_tokens_are_those_of_transformers(
 WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), "qwen3_vl"),
+    "gemma3": "gemma3",
 }
 """Whole models, and the folders of their processors."""
 

@@ -108,6 +108,31 @@ def test_any_sizes(tokens: int, vocab: int, tp: int, tied: bool, z: float, chunk
     check(drawn(tokens, vocab, tp, seed), vocab, tp, tied, z, chunk, dtype)
 
 
+@pytest.mark.parametrize(("tp", "tied", "chunk"), [(1, False, 4), (4, True, 0)])
+def test_a_soft_cap_of_logits(tp: int, tied: bool, chunk: int) -> None:
+    """Beside logits in fp64 of which the largest are several caps; and with logits that are kept."""
+    (x, head, targets, weights), cap = drawn(5, 13, tp, 0), 2.0
+    logits = x.astype(np.float64) @ head[:, :13]
+    capped = cap * np.tanh(logits / cap)
+    log_sum = np.log(np.exp(capped).sum(-1))
+    chosen, softmax = np.eye(13)[targets], np.exp(capped - log_sum[..., None])
+    want = (weights * (log_sum - (capped * chosen).sum(-1))).sum()
+    slope = weights[..., None] * (softmax - chosen) / np.cosh(logits / cap) ** 2
+    d_head = np.zeros(head.shape)
+    d_head[:, :13] = np.einsum("btd,btv->dv", x, slope)
+
+    def body(x: Any, head: Any, targets: Any, weights: Any) -> Any:
+        losses = token_losses(x, head, targets, AXES, 13, tied=tied, chunk=chunk, soft_cap=cap)
+        return jnp.sum(weights * losses.cross_entropy)
+
+    specs = (P(), P("tp", None) if tied else P(None, "tp"), P(), P())
+    run = jax.jit(jax.value_and_grad(lambda *args: on_tp(tp, body, *args, specs=specs), argnums=(0, 1)))
+    loss, (of_x, of_head) = run(x, head.T if tied else head, targets, weights)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(of_x, slope @ head[:, :13].T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(of_head.T if tied else of_head, d_head, rtol=1e-4, atol=1e-5)
+
+
 def test_a_head_that_is_stored_in_another_form_is_opened_again() -> None:
     x, head, targets, weights = drawn(5, 13, 1, 0)
 

@@ -125,8 +125,8 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got[..., : want.shape[-1]] - want).max() / np.abs(want).max())
 
 
-CASES = [(family, 1) for family in FAMILIES] + [("qwen2", 2), ("deepseek_v3", 2), ("qwen3_5_text", 2)]
-CASES += [pytest.param(family, 2, marks=pytest.mark.long) for family in ("qwen3", "deepseek_v2_lite")]
+CASES = [(family, 1) for family in FAMILIES] + [("qwen2", 2), ("deepseek_v3", 2), ("qwen3_5_text", 2), ("gemma2", 2)]
+CASES += [pytest.param(family, 2, marks=pytest.mark.long) for family in ("qwen3", "deepseek_v2_lite", "gemma3_text")]
 
 
 @pytest.mark.parametrize(("family", "tp"), CASES)
@@ -189,8 +189,10 @@ def test_gradients_and_router_losses_are_those_of_transformers(family: str) -> N
     assert not theirs
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=pytest.mark.long)])
-def test_gradients_of_packed_delta_layers_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", pytest.param("qwen3_5_moe_text", marks=pytest.mark.long), "gemma3_text", "gemma2"]
+)
+def test_gradients_of_packed_sequences_are_those_of_transformers(family: str) -> None:
     """Of the cross-entropies of three sequences in one row, which transformers runs each alone."""
     of, golden = oracle(family), np.load(ORACLES / "llm" / "experts.npz")
     module, (params, own), (given, starts) = Llama(of.c), parameters(of), packed(of)
@@ -200,8 +202,8 @@ def test_gradients_of_packed_delta_layers_are_those_of_transformers(family: str)
     def body(p: Any, given: Any) -> jax.Array:
         surroundings = context(module, **given)
         x, *_ = run_layers(module, p, surroundings, module.embed(p, surroundings))
-        logits = layers.logits(p, of.c, AXES, module.end(p, surroundings, x))
-        return jnp.sum(weights * cross_entropy(logits, given["targets"], AXES))
+        losses = layers.losses(p, of.c, AXES, module.end(p, surroundings, x), given["targets"], weights)
+        return losses["loss"]
 
     gradients = jax.jit(jax.grad(lambda params: on_tp(1, body, params, given, out=P())))(params)
     mine = {key: np.asarray(leaf) for key, leaf in split_logical(own, jax.tree.leaves(gradients)).items()}

@@ -25,6 +25,12 @@ QWEN35: dict[str, Any] = dict(
         **{"mrope_section": [11, 11, 10], "mrope_interleaved": True},
     },
 )
+GEMMA2_2B: dict[str, Any] = {
+    **dict(model_type="gemma2", hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, head_dim=256),
+    **dict(num_attention_heads=8, num_key_value_heads=4, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-06),
+    **dict(hidden_activation="gelu_pytorch_tanh", rope_theta=10000.0, sliding_window=4096, sliding_window_size=4096),
+    **dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=256, attention_bias=False),
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "vicuna-7b": {
         **dict(model_type="llama", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, vocab_size=32000),
@@ -112,6 +118,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(num_key_value_heads=2, head_dim=256, linear_num_value_heads=32, **QWEN35),
         **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, router_aux_loss_coef=0.001),
         **dict(shared_expert_intermediate_size=512),
+    },
+    "gemma2-2b": {**GEMMA2_2B, "vocab_size": 256000},
+    "gemma2-9b": {
+        **dict(GEMMA2_2B, vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42),
+        **dict(num_attention_heads=16, num_key_value_heads=8),
     },
 }
 """Of the folders on the Hub, what shapes the model."""
@@ -301,6 +312,12 @@ DELTA = {
 }
 KINDS |= LATENT | {"qwen3_5_text": DELTA}
 KINDS["qwen3_5_moe_text"] = {**DELTA, "experts": 5, "expert_mlp": 8, "shared_experts": 3, "shared_gate": True}
+GEMMA = {
+    **{"norm_plus_one": True, "post_norms": True, "scaled_embed": True, "activation": "gelu_exact", "tied": True},
+    **{"score_width": 5.0, "score_cap": 7.0, "logit_cap": 9.0, "window": 9, "full_every": 2, "o_bias": True},
+    "qkv_bias": True,
+}
+KINDS |= {"gemma2": GEMMA, "gemma3_text": {**GEMMA, "qk_norm": True, "local_rope_theta": 55.0}}
 ROPES = (
     {},
     {"rope_scaling": "linear", "rope_factor": 3.0},
@@ -336,7 +353,7 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({"qk_norm": True, "mlp_bias": True}, "", "Decoder.qk_norm=True: no model of type 'llama' or 'mistral' or"),
         ({"qk_norm": True}, "qwen2", "Decoder.qkv_bias=False: no model of type 'qwen2' has it"),
         ({"o_bias": True}, "", "Decoder.qkv_bias=False: no model of type 'llama'"),
-        ({}, "gemma", "model_type='gemma': legal: 'llama'"),
+        ({}, "phi", "model_type='phi': legal: 'llama'"),
         ({"mask": "gemma3"}, "", "Decoder.mask='gemma3': no model of type 'llama' or 'mistral' or"),
         ({"window": 9, "full_every": 2}, "mistral", "Decoder.window=9: no model of type 'mistral' has it"),
         ({"experts": 4, "router": "sigmoid"}, "", "Decoder.router='sigmoid': no model of type 'llama' or"),
@@ -348,6 +365,9 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({**LATENT["deepseek_v3"], "window": 9}, "", "Decoder.window=9: no model of type 'llama' or 'mistral' or"),
         ({**DELTA, "attention_gate": False}, "", "Decoder.attention_gate=False: no model of type 'llama' or"),
         (DELTA, "qwen3", "Decoder.delta_heads=2: no model of type 'qwen3' has it"),
+        ({**GEMMA, "post_norms": False}, "gemma2", "Decoder.post_norms=False: no model of type 'gemma2' has it"),
+        ({**GEMMA, "local_rope_theta": 55.0}, "gemma2", "Decoder.local_rope_theta=55.0: no model of type"),
+        ({"score_cap": 5.0}, "", "Decoder.score_cap=5.0: no model of type 'llama' or"),
         ({"chunk": 9}, "", "Decoder.window=0: no model of type 'llama' or 'mistral' or"),
         ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
     ],
@@ -397,6 +417,13 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
             {**LATENT_SIZES, "rope_sections": (1, 1, 2)},
             "Decoder.rope_sections=(1, 1, 2): must be three numbers, 0 or more, ",
         ),
+        (
+            {"local_rope_theta": 5.0, "rope_sections": (2, 3, 3)},
+            "Decoder.local_rope_theta=5.0: layers with a window have",
+        ),
+        ({"experts": 4, "activation": "gelu"}, "Decoder.activation='gelu': experts have 'silu' alone"),
+        ({"activation": "gelo"}, "Decoder.activation='gelo': did you mean 'gelu'?"),
+        ({"score_cap": -1.0}, "Decoder.score_cap=-1.0: must be 0 or more"),
         ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts, and gradients of Qwen3.5.
+"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts, and gradients of Qwen3.5 and Gemma.
 
     python tests/oracles/make_experts.py [FAMILY ...]    # needs torch and transformers, and the folders of make_llm.py
 
 The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
 ``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
-Of DeepSeek's models, whose choice of experts that function does not know, and of Qwen3.5, it is the cross-entropies
-alone.
+Of DeepSeek's models, whose choice of experts that function does not know, of Qwen3.5 and of Gemma, it is the
+cross-entropies alone.
 """
 
 # pyright: reportMissingImports=false
@@ -31,10 +31,13 @@ FAMILIES = (
     "deepseek_v3",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "gemma3_text",
+    "gemma2",
 )
 LAYERS = {
     "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
     "qwen3_5_moe_text": ("layers.0.",),
+    **dict.fromkeys(("gemma3_text", "gemma2"), ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")),
 }
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5
@@ -46,12 +49,13 @@ def main() -> None:
     found: dict[str, Any] = dict(np.load(path)) if path.exists() else {}
     for family in sys.argv[1:] or FAMILIES:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(HERE / family, dtype=torch.float32).eval()
+        model.get_input_embeddings().padding_idx = None  # torch gives its row no gradient; tokens are drawn from all
         values = np.load(HERE / family / "values.npz")
         sequences = np.split(values["tokens"], np.cumsum(values["lengths"])[:-1])
         balance, total = torch.zeros(()), torch.zeros(())
         for tokens in sequences:
             ids = torch.from_numpy(tokens)[None].long()
-            has_loss = not family.startswith(("deepseek", "qwen3_5"))
+            has_loss = not family.startswith(("deepseek", "qwen3_5", "gemma"))
             out = model(input_ids=ids, output_router_logits=has_loss)
             chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
             total = total - chosen.sum()

@@ -36,6 +36,8 @@ LLMS = (
     "deepseek_v2_lite",
     "deepseek_v3",
     "qwen3_5_text",
+    "gemma3_text",
+    "gemma2",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""

@@ -5,8 +5,8 @@
 Under ``tests/oracles/llm/<family>``: ``config.json`` and ``model.safetensors`` as ``save_pretrained`` writes them, in
 bf16, and ``values.npz`` of the same weights in fp32: for several sequences, each run alone, the hidden states behind
 the last norm, the logits, and the log-probability of each next token; and the versions that made them. No bias is 0 and
-no scale is 1 (of Qwen3.5, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and than the
-context before it was scaled.
+no scale is 1 (of Qwen3.5 and Gemma, whose scales are 1 + weight, no weight is 0). Sequences are longer than windows and
+than the context before it was scaled.
 """
 
 # pyright: reportMissingImports=false
@@ -23,6 +23,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -60,6 +62,7 @@ LATENT: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "head_dim": 8} | di
     **dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2),
     **dict(first_k_dense_replace=1, n_group=4, topk_group=2, bos_token_id=1, eos_token_id=2),
 )
+LOCAL = ["sliding_attention"] * 2
 YARN = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_position_embeddings=16)
 FAMILIES: dict[str, Any] = {
@@ -124,6 +127,19 @@ FAMILIES: dict[str, Any] = {
         **dict(head_dim=8, full_attention_interval=2, num_experts=6, num_experts_per_tok=2),
         **dict(moe_intermediate_size=12, shared_expert_intermediate_size=12),
     ),
+    "gemma3_text": Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 5},
+        **dict(sliding_window=6, query_pre_attn_scalar=12, layer_types=[*LOCAL, "full_attention", *LOCAL]),
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        },
+    ),
+    "gemma2": Gemma2Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        **_rope("default", rope_theta=1000.0),
+        **dict(sliding_window=6, query_pre_attn_scalar=5, attn_logit_softcapping=2.0, final_logit_softcapping=0.3),
+    ),
 }
 
 
@@ -131,15 +147,18 @@ def random_model(config: Any, seed: int) -> Any:
     """A model with random weights that bf16 holds, in fp32."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator, is_qwen35 = torch.Generator().manual_seed(seed), "qwen3_5" in config.model_type
+    is_around_0 = is_qwen35 or "gemma" in config.model_type
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             if weight.ndim > 1:
                 scale = 1.0 if is_qwen35 else 1.5  # its fp32 gradients would be 1e-4 from those of fp64
-                drawn = drawn * (1.0 if "embed" in name else scale * weight.shape[-1] ** -0.5)
+                # Embeddings of Gemma are multiplied, and would hide what layers add.
+                embedded = 0.05 if "gemma" in config.model_type else 1.0
+                drawn = drawn * (embedded if "embed" in name else scale * weight.shape[-1] ** -0.5)
             else:
                 # The rates of delta layers differ, and some are small, so that states last.
-                around_1 = not name.endswith("bias") and ("linear_attn" in name or not is_qwen35)
+                around_1 = not name.endswith("bias") and ("linear_attn" in name or not is_around_0)
                 # The rates of delta layers differ, and some are small, so that states last.
                 drawn = 2 * drawn - 2 if name.endswith("A_log") else 0.3 * drawn + (1.0 if around_1 else 0.0)
             weight.copy_(drawn.bfloat16())
@@ -156,7 +175,8 @@ def values(model: Any, sequences: list[np.ndarray]) -> dict[str, np.ndarray]:
         ids = torch.from_numpy(tokens)[None].long()
         with torch.no_grad():
             hidden = model.model(input_ids=ids).last_hidden_state
-            logits = model.lm_head(hidden)
+            logits, cap = model.lm_head(hidden), getattr(model.config, "final_logit_softcapping", None)
+            logits = torch.tanh(logits / cap) * cap if cap else logits
         assert torch.equal(logits, model(input_ids=ids).logits)
         chosen = torch.log_softmax(logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
         for name, value in (("hidden", hidden[0]), ("logits", logits[0]), ("logprobs", chosen)):

@@ -1,6 +1,6 @@
 """Makes ``processors/``: tiny folders with tokenizers, templates and image rules, and what transformers makes of them.
 
-    python tests/oracles/make_processors.py
+    python tests/oracles/make_processors.py [gemma3 paligemma2]    # adds these two to the others
 
 It needs transformers and Pillow, no torchvision: the image processors are those for Pillow. ``values.npz`` has every
 fifth pixel of every image under every rule, ``dialogues.json`` the token ids of dialogues.
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,42 @@ ONEVISION = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+GEMMA3 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set prefix = messages[0]['content'] + '\\n\\n' -%}
+    {%- else -%}
+        {%- set prefix = messages[0]['content'][0]['text'] + '\\n\\n' -%}
+    {%- endif -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}
+    {%- set prefix = '' -%}
+    {%- set rest = messages -%}
+{%- endif -%}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('user and assistant must take turns') }}
+    {%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\\n' + (prefix if loop.first else '') }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'image' -%}
+                {{ '<start_of_image>' }}
+            {%- elif part['type'] == 'text' -%}
+                {{ part['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\\n' }}
+{%- endif -%}
+"""
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}
 {% set rest = messages[1:] %}{% set system = messages[0]['content'] %}
@@ -238,6 +275,8 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_onevision.LlavaOnevision",
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
     ),
+    "gemma3": ("gemma3.Gemma3", {"size": {"height": 48, "width": 48}}),
+    "paligemma2": ("siglip.Siglip", {"size": {"height": 28, "width": 28}, "image_seq_length": 16}),
 }
 """By folder, the module and name of the image processor, and its settings."""
 
@@ -387,6 +426,52 @@ def wholes() -> dict[str, Any]:
     return found
 
 
+def gemmas() -> dict[str, Any]:
+    """Folders of Gemma 3 and PaliGemma 2, and the dialogues. The latter has no template, and questions and answers."""
+    found: dict[str, Any] = {}
+    turns = ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+    ends = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    media = dict(zip(("boi_token", "eoi_token", "image_token"), turns[2:], strict=True))
+    own = tokenizer(["<pad>", "<eos>", "<bos>", *turns], **ends, extra_special_tokens=media, begins=True)
+    token = own.convert_tokens_to_ids
+    made = transformers.Gemma3Processor(image_processor("gemma3"), own, chat_template=GEMMA3, image_seq_length=9)
+    made.save_pretrained(HERE / "gemma3")
+    ids = {f"{name[:3]}_token_index": token(text) for name, text in media.items() if name != "image_token"}
+    config("gemma3", "gemma3", image_token_index=token(turns[4]), **ids, vision_config={})
+    generation = {"eos_token_id": [token("<eos>"), token("<end_of_turn>")]}
+    (HERE / "gemma3" / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    found["gemma3"] = tokens_of(made, images=True, marks=False)
+
+    transformers.models.paligemma.processing_paligemma.EXTRA_TOKENS[:] = ["<loc0000>", "<seg000>"]
+    own = tokenizer(["<pad>", "<eos>", "<bos>", "<image>"], **ends, extra_special_tokens={"image_token": "<image>"})
+    made = transformers.PaliGemmaProcessor(image_processor("paligemma2"), own)
+    made.save_pretrained(HERE / "paligemma2")
+    config(
+        "paligemma2", "paligemma", image_token_index=token_of(own, "<image>"), vision_config={},
+        text_config={"eos_token_id": token_of(own, "<eos>")},
+    )  # fmt: skip
+    first, second, ask = picture("odd.png"), picture("turned.jpg"), text("What is in the picture?")
+    found["paligemma2"] = {}
+    for name, parts in {
+        "image": [first, ask],
+        "images": [first, second, ask],
+        "inside": [text("dog "), first, ask],
+    }.items():
+        question = "".join("<image>" if "path" in part else part["text"] for part in parts)
+        images = [[load_image(part["path"]) for part in parts if "path" in part]]
+        whole = made(images=images, text=[question], suffix=["A small dog."])
+        prompt = made(images=images, text=[question])
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": [text("A small dog.")]}]
+        kept = [{**message, "content": [_kept(part) for part in message["content"]]} for message in messages]
+        ids, mask = _row(whole["input_ids"]), _row(whole["token_type_ids"])
+        found["paligemma2"][name] = {"messages": kept, "ids": ids, "prompt": _row(prompt["input_ids"]), "mask": mask}
+    return found
+
+
+def token_of(made: Any, text: str) -> int:
+    return made.convert_tokens_to_ids(text)
+
+
 def languages() -> dict[str, Any]:
     """Folders of language models, and the dialogues."""
     content = "{{ message.content }}"
@@ -441,12 +526,15 @@ def blanks(name: str, legacy: bool) -> Any:
 def main() -> None:
     # Processors ask for one of videos too, which needs torchvision.
     transformers.ProcessorMixin.check_argument_for_proper_class = lambda self, name, argument: None
-    shutil.rmtree(HERE, ignore_errors=True)
-    HERE.mkdir()
-    pictures()
     versions = {"transformers": transformers.__version__, "pillow": PIL.__version__}
     values: dict[str, Any] = {"versions": json.dumps(versions)}
-    for name in RULES:
+    if added := sys.argv[1:]:
+        values = dict(np.load(HERE / "values.npz"))
+    else:
+        shutil.rmtree(HERE, ignore_errors=True)
+        HERE.mkdir()
+        pictures()
+    for name in added or RULES:
         made = image_processor(name)
         (HERE / name).mkdir(exist_ok=True)
         if name != "llava":  # whose rules are in processor_config.json
@@ -459,9 +547,10 @@ def main() -> None:
             pair = [load_image(str(HERE / file)) for file in IMAGES[:2]]
             for file, medium in zip(IMAGES, made([pair], return_tensors="np")["pixel_values"], strict=False):
                 values[f"several/{file}"] = medium[0].transpose(1, 2, 0)[::STRIDE, ::STRIDE].astype(np.float32)
-    found = {**wholes(), **languages()}
+    file = HERE / "dialogues.json"
+    found = {**json.loads(file.read_text("utf-8")), **gemmas()} if added else {**wholes(), **gemmas(), **languages()}
     np.savez_compressed(HERE / "values.npz", **values)
-    (HERE / "dialogues.json").write_text(json.dumps({"versions": versions, **found}, ensure_ascii=False) + "\n")
+    file.write_text(json.dumps({"versions": versions, **found}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

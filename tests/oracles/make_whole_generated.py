@@ -1,6 +1,6 @@
 """Makes ``generated/``: tiny models that see images, and what transformers answers to messages with files of images.
 
-    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 ...]
+    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen3_vl qwen3_5 gemma3 ...]
 
 It needs torch, transformers and Pillow, no torchvision. Tokenizers, templates and rules for images are those of
 ``processors/`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import make_gemma
 import make_llava
 import make_onevision
 import make_qwen
@@ -23,6 +24,7 @@ import torch
 import transformers
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -98,6 +100,18 @@ def qwen(name: str) -> Callable[[Any], Made]:
     return made_of
 
 
+def gemma3(own: Any) -> Made:
+    ids = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    media = {f"{name}_token_index": getattr(own, f"{name}_token_id") for name in ("boi", "eoi", "image")}
+    made = dict(make_gemma.models({"vocab_size": 304, **ids}, media))["gemma3"]
+    make_gemma.randomise(made, 9)  # with which it never says an image's token
+    template = (PROCESSORS / "gemma3" / "chat_template.jinja").read_text()
+    images = Gemma3ImageProcessorPil(**rules("gemma3"))
+    length = make_gemma.TOKENS["gemma3"]
+    processor = transformers.Gemma3Processor(images, own, chat_template=template, image_seq_length=length)
+    return made.eval(), processor
+
+
 MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "llava": ("llava", llava),
     "llava_onevision": ("llava_onevision", onevision),
@@ -106,6 +120,7 @@ MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),
     "qwen3_vl_moe": ("qwen3_vl", qwen("qwen3_vl_moe")),
     "qwen3_5": ("qwen3_vl", qwen("qwen3_5")),
+    "gemma3": ("gemma3", gemma3),
 }
 """By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
 
@@ -127,7 +142,9 @@ def main(name: str) -> None:
         images = [load_image(str(PROCESSORS / image)) for image in named]
         prompt = processor.apply_chat_template(asked, add_generation_prompt=True)
         # In a list of their own, as ``apply_chat_template`` gives them: else each is a conversation's only image.
-        given = processor(text=prompt, images=[images] if images else None, return_tensors="pt")
+        begun = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)  # as ``apply_chat_template`` asks
+        about = {"add_special_tokens": False} if begun else {}
+        given = processor(text=prompt, images=[images] if images else None, return_tensors="pt", **about)
         with torch.no_grad():
             made = model.generate(
                 **given, do_sample=False, max_new_tokens=LIMIT, return_dict_in_generate=True, output_logits=True

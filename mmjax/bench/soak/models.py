@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmjax.bench.soak.marks import FADE
 from mmjax.models.choices import ACTIVATIONS
-from mmjax.models.llama.config import ROUTERS
+from mmjax.models.llama.checks import ROUTERS
 from mmjax.models.vit.config import INTERPOLATIONS
 
 FOLDER_LAYERS = 2

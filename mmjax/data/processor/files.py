@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.configurable import ConfigError
+from mmjax.data.processor.without_template import WITHOUT_TEMPLATE
 from mmjax.json_files import is_there, read_bytes, read_object, read_text
 
 TOKENIZER = "tokenizer.json"
@@ -67,7 +68,9 @@ def find_chat_template(folder: str) -> tuple[str, str]:
     """(text, file name) of a folder's chat template; ("", "") without one. Raises ConfigError for malformed files.
 
     The text is Jinja's, the file "chat_template.jinja", "chat_template.json" or "tokenizer_config.json", the first that
-    has one. folder: the path of a checkpoint's folder, in the layout of Hugging Face.
+    has one; "" for the template of a model whose processor writes the text.
+
+    folder: the path of a checkpoint's folder, in the layout of Hugging Face.
     """
     if is_there(Path(folder) / _JINJA):
         return read_text(Path(folder) / _JINJA, most=_MOST_TEMPLATE), _JINJA
@@ -79,7 +82,7 @@ def find_chat_template(folder: str) -> tuple[str, str]:
             template = template.get(_NAMED)
         if isinstance(template, str) and template:
             return template, name
-    return "", ""
+    return WITHOUT_TEMPLATE.get(str(read_json(folder, "config.json").get("model_type")), ""), ""
 
 
 def tokenizer_digest(path: str) -> str:

@@ -41,6 +41,12 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
         "do_convert_rgb": True,
     },
+    "Gemma3ImageProcessor": {
+        **_HALF,
+        "resample": _BILINEAR,
+        "size": {"height": 224, "width": 224},
+        "do_convert_rgb": True,
+    },
     "LlavaOnevisionImageProcessor": {
         **_CLIP,
         "resample": _BICUBIC,
@@ -49,6 +55,8 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """The values of missing keys, by processor."""
+_FIXED = (("do_resize", True), ("do_rescale", True), ("rescale_factor", 1 / 255), ("do_pan_and_scan", False))
+"""Rules with one value."""
 _PINPOINTS = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 """LLaVA-OneVision's grids if the file has none."""
 FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
@@ -100,7 +108,7 @@ def _settings(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(rules: Mapping[str, Any]) -> None:
-    for key, wanted in (("do_resize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)):
+    for key, wanted in _FIXED:
         value = rules.get(key, wanted)
         if abs(value - wanted) > 1e-9:
             raise ConfigError(f"its image processor has {key}={value!r}, not {wanted!r}; set Source.resize")

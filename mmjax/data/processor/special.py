@@ -41,7 +41,9 @@ class SpecialTokens:
       stops: ids of the tokens that end an answer.
       pad: id of the padding; None if the files name none.
       image, video: ids of the image token and of the video token; None without one.
-      around: ids of the tokens around what is seen, first and last; None without them.
+      around_patch: ids of the tokens before and behind a video's temporal patch; None without them.
+      around_image: ids of the tokens before and behind an image's, where the folder's processor writes them; ()
+        elsewhere.
       blank: where texts get a blank in front: "first" at their beginning, "always" after special tokens too; "" as in
         ``tokenizer.json``.
       added: tokens with ids that are listed in files other than ``tokenizer.json``.
@@ -54,7 +56,8 @@ class SpecialTokens:
     pad: int | None = None
     image: int | None = None
     video: int | None = None
-    around: tuple[int | None, int | None] = (None, None)
+    around_patch: tuple[int | None, int | None] = (None, None)
+    around_image: tuple[int, ...] = ()
     blank: str = ""
     added: tuple[AddedToken, ...] = ()
     extra: tuple[str, ...] = ()
@@ -81,6 +84,7 @@ def read_special_tokens(folder: str) -> SpecialTokens:
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     order = (generation, config, text or {})
     image, video = (_number_of(config, f"{kind}_token_id", f"{kind}_token_index") for kind in ("image", "video"))
+    around_image = [config.get(name) for name in ("boi_token_index", "eoi_token_index")]
     extra = _extra(mapped) + _extra(tokenizer)
     return SpecialTokens(
         texts=texts,
@@ -89,7 +93,8 @@ def read_special_tokens(folder: str) -> SpecialTokens:
         pad=next((ids[0] for file in order if (ids := _ids(file.get("pad_token_id")))), None),
         image=image,
         video=video,
-        around=(_number_of(config, "vision_start_token_id"), _number_of(config, "vision_end_token_id")),
+        around_patch=(_number_of(config, "vision_start_token_id"), _number_of(config, "vision_end_token_id")),
+        around_image=tuple(n for n in around_image if isinstance(n, int)) if all(around_image) else (),
         blank=_blank(tokenizer, config),
         added=_added(folder, tokenizer.get("added_tokens_decoder"), {*texts.values(), *extra}),
         extra=tuple(dict.fromkeys(extra)),

@@ -68,7 +68,9 @@ class FolderTemplate:
       source: its text.
       tokens: names of special tokens in the template, and their texts, such as ("bos_token", "<s>").
       image, video: the texts of the folder's image token and of its video token; "" without one.
-      around: the texts of the tokens before and behind a temporal patch; "" for none.
+      around_patch: the texts of the tokens before and behind a temporal patch; "" for none.
+      around_image: texts of the tokens before and behind an image's, of which the template writes the first alone, for
+        the whole image; () for a template that writes ``image``.
       begins: whether a dialogue that does not begin with bos gets one.
     """
 
@@ -77,7 +79,8 @@ class FolderTemplate:
     tokens: tuple[tuple[str, str], ...] = ()
     image: str = ""
     video: str = ""
-    around: tuple[str, str] = ("", "")
+    around_patch: tuple[str, str] = ("", "")
+    around_image: tuple[str, ...] = ()
     begins: bool = False
 
     def formatted(self, text: str) -> str:
@@ -157,6 +160,9 @@ class FolderTemplate:
             raise ValueError(f"{self.place} refuses the dialogue: {error}") from None
         except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{self.place} fails on the dialogue ({type(error).__name__}: {error})") from None
+        if self.around_image:
+            first, last = self.around_image
+            text = text.replace(first, f"\n\n{first}{self.image}{last}\n\n")
         return text if keep_marks else text.replace(_LEARN, "").replace(_STOP, "")
 
 
@@ -313,17 +319,19 @@ def read_template(folder: str) -> FolderTemplate:
         )
     special, place = read_special_tokens(folder), str(Path(folder) / name)
     _compiled(source, place)
-    numbers = (special.image, special.video, *special.around)
+    numbers = (special.image, special.video, *special.around_patch)
     image, video, begin, end = _token_texts(folder, numbers, special.added)
     tokens = tuple(sorted(special.present.items()))
+    around_image = tuple(_token_texts(folder, special.around_image, special.added))
     return FolderTemplate(
         place=place,
         source=source,
         tokens=tokens,
         image=image,
         video=video if image else "",
-        around=(begin, end),
-        begins=is_processor(folder),
+        around_patch=(begin, end),
+        around_image=around_image,
+        begins=is_processor(folder) and bool(name),
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import ClassVar
 
@@ -13,15 +12,12 @@ from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require, setting_name
 from mmjax.data.patches import FIRST_CODE
 from mmjax.mesh.layout import Layout
-from mmjax.models.choices import REMATS
+from mmjax.models.choices import ACTIVATIONS, REMATS
 from mmjax.models.delta.config import DELTA_SETTINGS, DeltaSizes
+from mmjax.models.llama.checks import ROPE_TURNS, DecoderChecks
 from mmjax.models.llama.presets import PRESETS
 from mmjax.models.settings import ModuleSettings
 
-ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
-"""Default ``rope_turns`` of the scalings that read them."""
-ROPE_SCALINGS = ("none", "linear", *ROPE_TURNS)
-ROUTERS = ("softmax", "sigmoid")
 EXPERT_SETTINGS = (
     *("experts_per_token", "expert_mlp", "shared_experts", "shared_gate", "dense_layers", "balance_loss"),
     *("router", "router_normalised", "router_scale", "router_groups", "router_group_limit", "router_bias"),
@@ -29,10 +25,10 @@ EXPERT_SETTINGS = (
 )
 """Settings that have no effect without experts."""
 _NOT_NEGATIVE = (
-    *("vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context", "z_loss", "experts"),
-    *("expert_mlp", "expert_capacity", "expert_buffer", "shared_experts", "dense_layers", "router_bias_rate"),
-    *("balance_loss", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
-    *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads"),
+    *("experts", "expert_mlp", "expert_capacity", "expert_buffer", "shared_experts", "dense_layers", "balance_loss"),
+    *("router_bias_rate", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
+    *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
+    *("score_cap", "logit_cap"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -40,7 +36,7 @@ LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "ro
 
 @configurable("Decoder")
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModuleSettings):
+class DecoderConfig(DecoderChecks, ModuleSettings):
     """A language model.
 
     Attributes:
@@ -59,6 +55,14 @@ class DecoderConfig(ModuleSettings):
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
       norm_plus_one: whether norms multiply by 1 + their weight, which is initially 0; the gated norm of delta layers
         does not (Qwen3.5, Gemma).
+      post_norms: whether the results of attention, or of the delta rule, and of the mlp have a norm each before they
+        are added to the layer's input (Gemma 2 and 3).
+      activation: activation of the mlp's gate: ``silu``, ``gelu`` (tanh, Gemma), ``gelu_exact`` or ``quick_gelu``.
+      scaled_embed: whether embeddings of tokens, not those of media, are multiplied by the root of ``width``, rounded
+        to the run's dtype (Gemma).
+      score_width: scores of attention are divided by its root; 0 means a head's width (Gemma's query_pre_attn_scalar).
+      score_cap, logit_cap: with c above 0 a score of attention, or a logit of the vocabulary, x becomes
+        c · tanh(x / c) (Gemma 2); 0 leaves it.
       attention_gate: whether attention's output is multiplied by the sigmoid of a gate, a second product of the
         features as wide as queries, whose columns stand behind each head's query (Qwen3.5).
       delta_heads: with a number above 0 all layers but each ``attention_every``th are gated delta networks (Yang et
@@ -77,6 +81,8 @@ class DecoderConfig(ModuleSettings):
       full_every: the last of each run of so many layers has no window and no chunks, such as 6 for five local layers
         and a global one (Gemma 3).
       rope_theta: base of the rotary frequencies.
+      local_rope_theta: base of the frequencies of layers with the window or chunks, which ``rope_scaling`` does not
+        change then; 0 means as in other layers (Gemma 3).
       rope_share: share of a head's components that are rotated, the first ones (Qwen3.5: 0.25).
       rope_scaling: change of frequencies for longer contexts: ``none``, ``linear`` (all are divided), ``llama3`` (Llama
         3.1) or ``yarn`` (Peng et al., "YaRN"), which divide low frequencies and keep high ones.
@@ -156,6 +162,12 @@ class DecoderConfig(ModuleSettings):
     mlp_bias: bool = False
     qk_norm: bool = False
     norm_plus_one: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    scaled_embed: bool = False
+    score_width: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     attention_gate: bool = False
     delta_heads: int = 0
     delta_value_heads: int = 0
@@ -169,6 +181,7 @@ class DecoderConfig(ModuleSettings):
     full_layers: int = 0
     full_every: int = 0
     rope_theta: float = 10000.0
+    local_rope_theta: float = 0.0
     rope_share: float = 1.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
@@ -217,14 +230,18 @@ class DecoderConfig(ModuleSettings):
         even, name = "must be even, such as 16", "rope_head_dim" if self.kv_rank else "head_dim"
         require(self.rotary_width % 2 == 0, f"Decoder.{name}", self.rotary_width, even)
         kind = Rules.parse(self.mask, "Decoder.mask").kind
-        check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, value_width=self.value_width)
+        sizes = {"value_width": self.value_width, "soft_cap": self.score_cap}
+        check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, **sizes)
         one_of("Decoder.remat", self.remat, REMATS)
+        one_of("Decoder.activation", self.activation, ACTIVATIONS)
         self._check_window()
-        self._check_rope()
+        self._check_rope(self.rotary_width // 2)
         if self.experts:
             self._check_experts()
         if self.delta_heads:
-            self._check_delta()
+            self.delta.check("Decoder")
+            fix = "delta layers see earlier tokens of a sample alone; use 'causal', or set Decoder.delta_heads to 0"
+            require(self.mask == "causal", "Decoder.mask", self.mask, fix)
 
     def check(self, name: str, layout: Layout) -> None:
         """See `ModuleSettings`; the delta rule goes over a row's tokens in their order."""
@@ -250,79 +267,6 @@ class DecoderConfig(ModuleSettings):
         fix = "codes are of no kind, and see those before; set it to 'causal'"
         require(self.mask == "causal", setting_name(name, self, "mask"), self.mask, fix)
 
-    def _check_window(self) -> None:
-        rules = Rules.parse(self.mask, "Decoder.mask")
-        fix = f"must be Decoder.layers ({self.layers}) or less; set it to 0 if every layer has the window"
-        require(self.full_layers <= self.layers, "Decoder.full_layers", self.full_layers, fix)
-        fix = "the other layers have no window; set Decoder.window, such as 4096, or leave it 0"
-        for name in ("full_layers", "full_every"):
-            value = getattr(self, name)
-            require(self.window + self.chunk > 0 or value == 0, f"Decoder.{name}", value, fix)
-        fix = f"Decoder.full_layers={self.full_layers} says which layers are full; set one of both to 0"
-        require(not (self.full_layers and self.full_every), "Decoder.full_every", self.full_every, fix)
-        fix = f"Decoder.mask={self.mask!r} shows nothing 'before'; set it to 0"
-        has_before = any(rule.relation == "before" for rule in rules.rules)
-        require(has_before or not self.window, "Decoder.window", self.window, fix)
-        fix = "chunks are cut by a token's place in its sample, and Decoder.rope_sections gives three; set it to 0"
-        require(not (self.chunk and self.rope_sections), "Decoder.chunk", self.chunk, fix)
-
-    def _check_rope(self) -> None:
-        one_of("Decoder.rope_scaling", self.rope_scaling, ROPE_SCALINGS)
-        factor, fix = self.rope_factor, "must be 1 or more, such as 8.0"
-        require(math.isfinite(factor) and factor >= 1, "Decoder.rope_factor", factor, fix)
-        fix = "changes nothing without a Decoder.rope_scaling, such as 'linear'; set that, or leave it 1.0"
-        require(self.rope_scaling != "none" or factor == 1, "Decoder.rope_factor", factor, fix)
-        if self.rope_scaling in ROPE_TURNS:
-            positive("Decoder.rope_context", self.rope_context, 8192)
-        fix = "must be above 1 for frequencies that differ, such as 10000.0"
-        require(self.rope_scaling == "none" or self.rope_theta > 1, "Decoder.rope_theta", self.rope_theta, fix)
-        turns, fix = self.rope_turns, "must be two numbers above 0, the smaller first, such as (1.0, 4.0)"
-        ascending = len(turns) == 2 and 0 < turns[0] < turns[1] < math.inf
-        require(not turns or ascending, "Decoder.rope_turns", turns, fix)
-        sections, pairs = self.rope_sections, self.rotary_width // 2
-        fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
-        legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
-        require(not sections or legal, "Decoder.rope_sections", sections, fix)
-        if sections and self.rope_interleaved:
-            fix = f"interleaved rows and columns have at most every third of {pairs} pairs, such as {(pairs, 0, 0)}"
-            fits = all(axis + 3 * (sections[axis] - 1) < pairs for axis in (1, 2))
-            require(fits, "Decoder.rope_sections", sections, fix)
-
-    def _check_latent(self) -> None:
-        for name in ("nope_head_dim", "rope_head_dim"):
-            positive(f"Decoder.{name}", getattr(self, name), 64)
-        fix = f"with Decoder.kv_rank each head has keys of its own; set it to Decoder.heads ({self.heads})"
-        require(self.kv_heads == self.heads, "Decoder.kv_heads", self.kv_heads, fix)
-        fix = "latent attention has Decoder.nope_head_dim and rope_head_dim; set it to 0"
-        require(self.head_dim == 0, "Decoder.head_dim", self.head_dim, fix)
-        for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
-            value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has none; set it to False"
-            require(not value, f"Decoder.{name}", value, fix)
-        fix = "latent attention has a rotated part of its own, Decoder.rope_head_dim; set it to 1.0"
-        require(self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
-
-    def _check_delta(self) -> None:
-        self.delta.check("Decoder")
-        fix = "delta layers see earlier tokens of a sample alone; use 'causal', or set Decoder.delta_heads to 0"
-        require(self.mask == "causal", "Decoder.mask", self.mask, fix)
-
-    def _check_experts(self) -> None:
-        one_of("Decoder.router", self.router, ROUTERS)
-        for name in ("experts_per_token", "router_scale", "router_groups", "router_group_limit"):
-            positive(f"Decoder.{name}", getattr(self, name))
-        fix = f"layers of experts follow, and Decoder.layers is {self.layers}; use {self.layers - 1} or less"
-        require(self.dense_layers < self.layers, "Decoder.dense_layers", self.dense_layers, fix)
-        divides("Decoder.router_groups", self.router_groups, self.experts, "Decoder.experts")
-        fix = f"there are {self.router_groups} groups (Decoder.router_groups); use that or less"
-        require(
-            self.router_group_limit <= self.router_groups, "Decoder.router_group_limit", self.router_group_limit, fix
-        )
-        most = self.experts // self.router_groups * self.router_group_limit
-        fix = f"a token can choose among {most} experts; use {most} or less"
-        require(self.experts_per_token <= most, "Decoder.experts_per_token", self.experts_per_token, fix)
-        fix = "is of shared experts, and Decoder.shared_experts is 0; set it to False"
-        require(self.shared_experts > 0 or not self.shared_gate, "Decoder.shared_gate", self.shared_gate, fix)
-
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason: such as "rope_context"; or {}."""
         reasons: dict[str, str] = {}
@@ -331,6 +275,8 @@ class DecoderConfig(ModuleSettings):
             reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
         if not self.rope_sections:
             reasons["rope_interleaved"] = "Decoder.rope_sections=(): there is one number for all pairs"
+        if not (self.window or self.chunk):
+            reasons["local_rope_theta"] = "Decoder.window=0: no layer has a window or chunks"
         if not self.kv_rank:
             reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
         elif self.rope_scaling != "yarn":
@@ -369,6 +315,15 @@ class DecoderConfig(ModuleSettings):
         """
         kinds = ((self._is_local(at), self.has_experts(at), self.has_delta(at)) for at in range(self.layers))
         return tuple((len([*run]), *kind) for kind, run in groupby(kinds))
+
+    @property
+    def local(self) -> DecoderConfig:
+        """The settings by which layers with the window or chunks compute."""
+        if not self.local_rope_theta:
+            return self
+        return replace(
+            self, rope_theta=self.local_rope_theta, local_rope_theta=0.0, rope_scaling="none", rope_factor=1.0
+        )
 
     def has_delta(self, layer: int) -> bool:
         """Whether a layer, by its index from 0, has the delta rule in place of attention."""

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D width, H query heads and G key/value heads local to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from mmjax.models.experts.layers import Experts, apply_experts
 from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
+    ACTIVATIONS,
     Params,
     column_parallel,
     column_parallel_of_parts,
@@ -86,13 +88,21 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
     return (LatentAttention if c.kv_rank else _Attention)(c, rngs)
 
 
+def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
+    """Gives a layer its norms, and attention or the delta rule."""
+    setattr(layer, mixing, _mixing(c, mixing, rngs))
+    for name in ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
+        setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+
+
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp"."""
+    """Parameters of one pre-norm block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
+
+    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm".
+    """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
-        self.attn_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
-        setattr(self, mixing, _mixing(c, mixing, rngs))
-        self.mlp_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        _norms_and_mixing(self, c, mixing, rngs)
         self.mlp = _Mlp(c, c.mlp, rngs)
 
 
@@ -103,9 +113,7 @@ class ExpertLayer(nnx.Module):
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
-        self.attn_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
-        setattr(self, mixing, _mixing(c, mixing, rngs))
-        self.mlp_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        _norms_and_mixing(self, c, mixing, rngs)
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
@@ -185,8 +193,8 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> Array:
         x = _after_mixing(c, context, x_BTD, p)
-        y = _mlp(context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
-        return (x + y).reshape(x_BTD.shape)
+        y = _mlp(c, context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
+        return (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape)
 
     return layer
 
@@ -204,8 +212,9 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
         h = _normed(c, x, p["mlp_norm"])
         y, sums = apply_experts(router, p["experts"], context, h, losses)
         if c.shared_experts:
-            shared = _mlp(context.axes, p["shared"], h)
+            shared = _mlp(c, context.axes, p["shared"], h)
             y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
+        y = _post_normed(c, y, p, "mlp_post_norm")
         return x + y, {name: total / c.expert_layers for name, total in sums.items()}  # means over layers, too
 
     return layer
@@ -222,7 +231,13 @@ def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -
     parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
     width = y_BTHK.shape[2] * y_BTHK.shape[3]
     ys = parts.split_gathered(y_BTHK.reshape(*(y_BTHK.shape[:2] if axes.sp else (-1,)), width))
-    return saved(x + parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias"))))
+    y = parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias")))
+    return saved(x + _post_normed(c, y, p, "attn_post_norm"))
+
+
+def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
+    """A branch's result after its own norm, if it has one, whose backward reads the result."""
+    return _normed(c, saved(y), p[name]) if name in p else y
 
 
 def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
@@ -231,10 +246,10 @@ def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
 
 def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[Array, "B T H K"]:
     """The output of attention, before the product "o"."""
-    if c.kv_rank:
-        return context.attend(*latent_heads(c, context, p, h))
-    q, k, v, *gate = _heads(c, context, p, h)
-    y_BTHK = context.attend(q, k, v)
+    q, k, v, *gate = latent_heads(c, context, p, h) if c.kv_rank else _heads(c, context, p, h)
+    if c.score_width:
+        q *= (c.head_width / c.score_width) ** 0.5
+    y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
     return y_BTHK * jax.nn.sigmoid(gate[0]) if gate else y_BTHK
 
 
@@ -256,18 +271,22 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Arr
     return q, k, v, *gate
 
 
-def _mlp(axes: Axes, p: Params, h: Array) -> Array:
+def _mlp(c: DecoderConfig, axes: Axes, p: Params, h: Array) -> Array:
     """An mlp of normed features ``[B, T, D]`` or ``[B·T, D]``."""
     m: Any = p
     parts = TokenParts.of(h, axes.sp, divisible=not axes.overlap and divisible(p))
     hs = parts.split(h)
     gates, ups = column_parallel_of_parts(hs, [(m[n], m.get(f"{n}_bias")) for n in ("gate", "up")], axes)
-    inner = [Computed(_gated, arrays) for arrays in zip(gates, ups, strict=True)]
+    inner = [Computed(_GATED[c.activation], arrays) for arrays in zip(gates, ups, strict=True)]
     return parts.join(row_parallel_of_parts(inner, m["down"], axes, m.get("down_bias")))
 
 
-def _gated(gate_BTF: Array, up_BTF: Array) -> Array:
-    return jax.nn.silu(gate_BTF) * up_BTF
+def _gated(activation: Callable[[Array], Array], gate_BTF: Array, up_BTF: Array) -> Array:
+    return activation(gate_BTF) * up_BTF
+
+
+_GATED = {name: partial(_gated, activation) for name, activation in ACTIVATIONS.items()}
+"""Gates with their activations; each is one object, since equal functions make equal programs (see ``Computed``)."""
 
 
 def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -276,7 +295,7 @@ def logits(p: Params, c: DecoderConfig, axes: Axes, x_BTD: Float[Array, "B T D"]
     ``p`` are the LLM's parameters, of which "head", or "embed" of a tied table, is read. Padding entries are -1e30.
     With sequence parallelism ``x_BTD`` has this rank's tokens, and the result those of all tp ranks.
     """
-    return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab)
+    return vocabulary_logits(x_BTD, p["embed"].T if c.tied else p["head"], axes, c.vocab, c.logit_cap)
 
 
 def losses(
@@ -327,4 +346,5 @@ def token_losses_of(
       keep_logits: see ``head.token_losses``.
     """
     head = p["embed" if c.tied else "head"]
-    return token_losses(x_BTD, head, targets_BT, axes, c.vocab, tied=c.tied, keep_logits=keep_logits)
+    settings = {"tied": c.tied, "soft_cap": c.logit_cap, "keep_logits": keep_logits}
+    return token_losses(x_BTD, head, targets_BT, axes, c.vocab, **settings)

@@ -38,7 +38,7 @@ class Llama(Module):
             LayerGroup(
                 count,
                 partial(layers.ExpertLayer if has_experts else layers.DecoderLayer, c, "delta" if is_delta else "attn"),
-                partial(layers.expert_block if has_experts else layers.block, c),
+                partial(layers.expert_block if has_experts else layers.block, c.local if is_local else c),
                 rules=rules,
                 window=c.window if is_local else 0,
                 grid_window=c.chunk if is_local else 0,
@@ -76,7 +76,8 @@ class Llama(Module):
 
     def embed(self, p: Params, context: Context) -> Float[Array, "B T D"]:
         """The embeddings of the context's host input "tokens"; ``p`` are the module's parameters on its first stage."""
-        return embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
+        x_BTD = embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
+        return x_BTD * jnp.asarray(self.config.width**0.5, x_BTD.dtype) if self.config.scaled_embed else x_BTD
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the

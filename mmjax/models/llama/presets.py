@@ -58,6 +58,39 @@ _QWEN35: Mapping[str, object] = {
 }
 """The language models of Qwen3.5 9B, 27B and 35B-A3B have these in common."""
 
+_GEMMA2: Mapping[str, object] = {
+    "head_dim": 256,
+    "vocab": 256000,
+    "norm_plus_one": True,
+    "post_norms": True,
+    "activation": "gelu",
+    "scaled_embed": True,
+    "score_cap": 50.0,
+    "logit_cap": 30.0,
+    "window": 4096,
+    "full_every": 2,
+    "norm_eps": 1e-6,
+    "tied": True,
+}
+"""What the models of Gemma 2 have in common."""
+_GEMMA2_2B: Mapping[str, object] = {**_GEMMA2, "layers": 26, "width": 2304, "heads": 8, "kv_heads": 4, "mlp": 9216}
+
+_GEMMA3: Mapping[str, object] = {
+    **_GEMMA2,
+    "vocab": 262208,
+    "qk_norm": True,
+    "score_cap": 0.0,
+    "logit_cap": 0.0,
+    "mask": "gemma3",
+    "window": 1024,
+    "full_every": 6,
+    "rope_theta": 1000000.0,
+    "local_rope_theta": 10000.0,
+    "rope_scaling": "linear",
+    "rope_factor": 8.0,
+}
+"""What the language models of Gemma 3 that see images have in common."""
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
     "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
@@ -266,6 +299,21 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "shared_experts": 1,
         "shared_gate": True,
         "balance_loss": 0.001,
+    },
+    "gemma2-2b": _GEMMA2_2B,
+    "gemma2-9b": {**_GEMMA2, "layers": 42, "width": 3584, "heads": 16, "kv_heads": 8, "mlp": 14336},
+    "paligemma2-3b": {**_GEMMA2_2B, "vocab": 257216, "mask": "paligemma"},
+    "gemma3-4b": {**_GEMMA3, "layers": 34, "width": 2560, "heads": 8, "kv_heads": 4, "mlp": 10240},
+    "gemma3-12b": {**_GEMMA3, "layers": 48, "width": 3840, "heads": 16, "kv_heads": 8, "mlp": 15360},
+    "gemma3-27b": {
+        **_GEMMA3,
+        "layers": 62,
+        "width": 5376,
+        "heads": 32,
+        "kv_heads": 16,
+        "head_dim": 128,
+        "mlp": 21504,
+        "score_width": 168.0,
     },
 }
 """Published sizes by name; "tiny" has the defaults of the settings."""

@@ -2,8 +2,10 @@
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
 and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
-qwen3_5_moe_text (see ``qwen35_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
-without experts. In a composite model Qwen3.5's has M-RoPE too. Imports no JAX.
+qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and gemma3_text (see ``gemma_weights``), and in composite models those
+of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and without experts. In a composite model Qwen3.5's has M-RoPE too.
+
+Imports no JAX.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.delta.config import DELTA_SETTINGS
-from mmjax.models.llama import deepseek_weights, expert_weights, qwen35_weights
-from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, ROPE_TURNS, DecoderConfig
+from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights
+from mmjax.models.llama.checks import ROPE_TURNS
+from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
@@ -83,7 +86,8 @@ _WITH_EXPERTS = {
 }
 _LATENT = deepseek_weights.DEFAULTS
 _DELTA = qwen35_weights.DEFAULTS
-ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT, *_DELTA)
+_GEMMA = gemma_weights.DEFAULTS
+ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT, *_DELTA, *_GEMMA)
 """Model types of folders of a language model alone."""
 _QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", *_QWEN3_MROPE)
@@ -99,6 +103,7 @@ DEFAULTS: Mapping[str, Json] = {
     **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
     **_LATENT,
     **_DELTA,
+    **_GEMMA,
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -146,7 +151,10 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     for name in "qk" if c.qk_norm else "":
         yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=with_attention)
     yield from qwen35_weights.delta_rows(c)
-    yield layer_row("mlp_norm", "post_attention_layernorm.weight")
+    if c.post_norms:
+        yield from gemma_weights.norm_rows()
+    else:
+        yield layer_row("mlp_norm", "post_attention_layernorm.weight")
     dense = c.layers - c.expert_layers
     for name in ("gate", "up", "down") if dense else ():
         layers = range(dense) if dense < c.layers else None
@@ -187,7 +195,9 @@ def settings(hf_config: Json) -> dict[str, Any]:
     quantised = (t.get("quantization_config") or {}).get("quant_method")
     fix = "mmjax reads no quantised weights; take the model's folder in BF16, or make one"
     require(not t.get("quantization_config"), "config.json: quantization_config", quantised, fix)
-    require(t["hidden_act"] in ("silu", "swish"), "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
+    if kind not in _GEMMA:
+        is_silu = t["hidden_act"] in ("silu", "swish")
+        require(is_silu, "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width = t["num_attention_heads"], t["hidden_size"]
     qkv_bias, o_bias = _attention_biases(kind, t)
     head_dim = t.get("head_dim") or width // heads
@@ -212,6 +222,11 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
     if kind in _DELTA:
         values |= qwen35_weights.layer_settings(t)
+    if kind in _GEMMA:
+        values |= gemma_weights.layer_settings(kind, t)
+        if "whole" in hf_config:  # whose value counts, true by default
+            values["tied"] = bool(hf_config["whole"].get("tie_word_embeddings", True))
+        return values | _rope(kind, gemma_weights.with_rope(t) if kind == gemma_weights.GEMMA3 else t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
         is_older = kind in MROPE and kind not in _QWEN3_MROPE
@@ -363,6 +378,10 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.turns if c.rope_scaling in ROPE_TURNS else ()
     if name == "rope_context":
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
+    if name == "local_rope_theta" and not c.local_rope_theta:  # as in other layers
+        return c.rope_theta if c.rope_scaling == "none" and name not in c.idle() else 0
+    if name == "score_width":
+        return c.score_width or c.head_width
     if name in ("window", "chunk", "full_layers", "full_every"):
         return (c.window, c.chunk, c.runs) if any(is_local for _, is_local, *_ in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
@@ -404,12 +423,15 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= deepseek_weights.config_entries(c, kind)
     if kind in _DELTA:
         hf_config |= qwen35_weights.config_entries(c, kind)
+    if kind in _GEMMA:
+        hf_config |= gemma_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
         hf_config |= {"max_window_layers": full, "layer_types": kinds}
-    return hf_config | _rope_of(c)
+    rope = _rope_of(c)
+    return hf_config | (gemma_weights.rope_entries(c, rope) if kind == gemma_weights.GEMMA3 else rope)
 
 
 def _rope_of(c: DecoderConfig) -> dict[str, Any]:

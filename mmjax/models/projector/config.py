@@ -11,7 +11,7 @@ from mmjax.models.choices import ACTIVATIONS
 from mmjax.models.settings import ModuleSettings
 
 KINDS = ("mlp", "linear")
-NORMS = ("none", "layer", "rms")
+NORMS = ("none", "layer", "rms", "rms_plus_one")
 
 
 @configurable("Projector")
@@ -26,7 +26,11 @@ class ProjectorConfig:
       kind: ``mlp``, two layers with an activation between them, or ``linear``, one layer.
       hidden: hidden units of ``mlp``; 0 means the LLM's width.
       activation: activation of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's), ``quick_gelu`` or ``silu``.
-      norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL) or ``rms``.
+      norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL), ``rms``, or
+        ``rms_plus_one``, which multiplies by 1 + its weight (Gemma 3).
+      bias: whether its products have biases.
+      pool: whether a token is made of the mean of its patches, whose norm comes behind the mean, and not of all of them
+        one behind another (Gemma 3).
       inject: LLM layers that the modality tokens enter again: to the input of each, at the tokens' places, the output
         of an additional projector is added, as in DeepStack (Meng et al. 2024).
       newline: whether an image is encoded as in LLaVA-NeXT and LLaVA-OneVision: the tokens of the image, then those of
@@ -37,13 +41,15 @@ class ProjectorConfig:
         Qwen3-VL); () stands for the encoder's tokens.
     """
 
-    llm_only: ClassVar[tuple[str, ...]] = ("newline", "inject", "most_tiles")
+    llm_only: ClassVar[tuple[str, ...]] = ("newline", "inject", "most_tiles", "pool")
     """Fields of an encoder that feeds the LLM alone."""
 
     kind: str = "mlp"
     hidden: int = 0
     activation: str = "gelu"
     norm: str = "none"
+    bias: bool = True
+    pool: bool = False
     inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
     newline: bool = False
@@ -64,6 +70,8 @@ class ProjectorConfig:
         not_negative("Projector.most_tiles", self.most_tiles)
         fix = "bounds the picture of Projector.newline; set it to 0, or Projector.newline to True"
         require(self.newline or not self.most_tiles, "Projector.most_tiles", self.most_tiles, fix)
+        fix = "additional projectors read all features of a token; set it to (), or Projector.pool to False"
+        require(not (self.pool and self.inject), "Projector.inject", self.inject, fix)
         fix = "places that are newlines have no tokens to inject; set it to (), or Projector.newline to False"
         require(not (self.newline and self.inject), "Projector.inject", self.inject, fix)
 
@@ -80,6 +88,8 @@ class ProjectorConfig:
         Raises:
           ConfigError: a layer that its tokens enter or leave does not exist, or a field belongs to other modules.
         """
+        fix = "is of an encoder's patches; set it to False"
+        require(encodes or not self.pool, f"{name}/Projector.pool", self.pool, fix)
         fix = "a generator takes what the LLM ends with; set it to ()"
         require(encodes or not self.inject, f"{name}/Projector.inject", self.inject, fix)
         fix = "belongs to the tiles of images that an encoder sees; set it to False"

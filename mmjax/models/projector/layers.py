@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from mmjax.mesh.spread import Axes
 from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
 from mmjax.models.norms import any_norm
+from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.transformer import Norm
 
 
@@ -25,23 +26,34 @@ class Projector(nnx.Module):
     """Parameters of a projector from ``in_width`` to ``out_width``: "up", "up_bias", "down" and "down_bias".
 
     With ``hidden`` 0 it has one layer, "kernel" and "bias", replicated over tp. ``norm`` is the norm of each of the
-    ``together`` features that are concatenated to ``in_width``: "none", "layer" or "rms".
+    ``together`` features that are concatenated to ``in_width``, a value of ``Projector.norm``. Without ``bias`` it has
+    the products alone.
     """
 
     def __init__(
-        self, in_width: int, hidden: int, out_width: int, rngs: nnx.Rngs, *, norm: str = "none", together: int = 1
+        self,
+        in_width: int,
+        hidden: int,
+        out_width: int,
+        rngs: nnx.Rngs,
+        *,
+        norm: str = "none",
+        together: int = 1,
+        bias: bool = True,
     ):
         init = nnx.initializers.lecun_normal()
         if norm != "none":
-            self.norm = Norm(in_width // together, rms=norm == "rms")
+            self.norm = Norm(in_width // together, rms=norm != "layer", plus_one=norm == "rms_plus_one")
         if not hidden:
             self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)), dims=("input", "output"))
+        else:
+            self.up = nnx.Param(init(rngs.params(), (in_width, hidden)), dims=("embed", "mlp"))
+            self.down = nnx.Param(init(rngs.params(), (hidden, out_width)), dims=("mlp", "embed"))
+        if bias and not hidden:
             self.bias = nnx.Param(jnp.zeros(out_width), dims=("output",))
-            return
-        self.up = nnx.Param(init(rngs.params(), (in_width, hidden)), dims=("embed", "mlp"))
-        self.up_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
-        self.down = nnx.Param(init(rngs.params(), (hidden, out_width)), dims=("mlp", "embed"))
-        self.down_bias = nnx.Param(jnp.zeros(out_width), dims=("embed",))
+        if bias and hidden:
+            self.up_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
+            self.down_bias = nnx.Param(jnp.zeros(out_width), dims=("embed",))
 
 
 class Newline(nnx.Module):
@@ -65,32 +77,42 @@ def merged(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m 
     return x_RTD.reshape(R, T // together, D * together)
 
 
+def pooled(x_RTD: Float[Array, "R T Dv"], together: int) -> Float[Array, "R T/m Dv"]:
+    """The mean of each run of ``together`` neighbouring features of a row, summed in fp32; see ``merged``."""
+    x_RNmD = merged(x_RTD, together).reshape(len(x_RTD), -1, together, x_RTD.shape[-1])
+    return jnp.mean(x_RNmD.astype(jnp.float32), axis=2).astype(x_RTD.dtype)
+
+
 def joined(parts: Sequence[Float[Array, "R T _"]]) -> Float[Array, "R T _"]:
     """Concatenates features of the same tokens along the last dimension; a single array is returned as it is."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def project(
-    p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], activation: str
+    p: Params, together: int, axes: Axes, x_RTD: Float[Array, "R T Dv"], settings: ProjectorConfig
 ) -> Float[Array, "R T/m D"]:
     """Maps each run of ``together`` features to one LLM token; patches are ordered accordingly.
 
     Args:
       p: the parameters of a ``Projector`` on this tp rank: "up", "up_bias", "down" and "down_bias", or "kernel" and
-        "bias" of one layer, and "norm" if it has one.
+        "bias" of one layer, and "norm" if it has one. Biases may be missing.
       together: m, the number of features of a token.
       axes: mesh axes by role, such as ``Axes()``.
       x_RTD: features of this rank's tokens.
-      activation: a key of ``ACTIVATIONS``, such as "gelu"; not read by a projector of one layer.
+      settings: its settings, of which norm, pooling and activation are read.
 
     Raises:
       ValueError: a rank's part of a row is no multiple of ``together``.
     """
-    x_RTD = merged(any_norm(x_RTD, p["norm"]) if "norm" in p else x_RTD, together)
+    if settings.pool:
+        x_RTD, together = pooled(x_RTD, together), 1
+    if "norm" in p:
+        x_RTD = any_norm(x_RTD, p["norm"], plus=float(settings.norm == "rms_plus_one"))
+    x_RTD = merged(x_RTD, together)
     if "kernel" in p:
-        return linear(x_RTD, p["kernel"], p["bias"])
-    (h_RTF,) = column_parallel(x_RTD, [(p["up"], p["up_bias"])], axes)
-    return row_parallel(ACTIVATIONS[activation](h_RTF), p["down"], axes, p["down_bias"])
+        return linear(x_RTD, p["kernel"], p.get("bias"))
+    (h_RTF,) = column_parallel(x_RTD, [(p["up"], p.get("up_bias"))], axes)
+    return row_parallel(ACTIVATIONS[settings.activation](h_RTF), p["down"], axes, p.get("down_bias"))
 
 
 def projector_flops(in_width: int, hidden: int, out_width: int, tokens: int) -> int:

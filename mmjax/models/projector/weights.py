@@ -9,10 +9,17 @@ from mmjax.configurable import one_of, require
 from mmjax.models.choices import ACTIVATION_OF
 from mmjax.models.projector.config import ProjectorConfig, injected_name
 from mmjax.models.vit import qwen_weights
-from mmjax.weights.table import TRANSPOSED, Row
+from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 _MERGERS = ("qwen2_vl", "qwen2_5_vl", *qwen_weights.QWEN3)
 """Composite models whose projector begins with a norm and is called a merger."""
+_EPS = 1e-6
+"""The epsilon of projectors' norms."""
+_LINEAR: Mapping[str, Mapping[str, tuple[str, View]]] = {
+    "gemma3": {"norm/scale": ("mm_soft_emb_norm.weight", SAME), "kernel": ("mm_input_projection_weight", SAME)},
+    "paligemma": {"kernel": ("linear.weight", TRANSPOSED), "bias": ("linear.bias", SAME)},
+}
+"""Leaves, keys and views of projectors of one layer, by composite model."""
 _OLD_NAMES = {"norm": "ln_q", "up": "mlp.0", "down": "mlp.2"}
 _NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
 """Parts of a merger in folders of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL and Qwen3.5."""
@@ -21,8 +28,8 @@ _NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``ProjectorConfig``, by name, from the complete ``config.json`` of a composite model, such as LLaVA's.
 
-    They are "kind", "hidden", "activation" and "norm"; of Qwen3-VL also "inject" and "levels", and except for Qwen's
-    models "newline" and "most_tiles".
+    They are "kind", "hidden", "activation" and "norm"; of Qwen3-VL also "inject" and "levels", of Gemma's models "pool"
+    and "bias", and of LLaVA's "newline" and "most_tiles".
 
     Raises:
       ConfigError: the activation, products without biases, or the kind of tiles are not supported.
@@ -33,6 +40,8 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         values = {"kind": "mlp", "hidden": hidden, "activation": "gelu_exact", "norm": tower["norm"]}
         has_inner = hf_config["model_type"] in qwen_weights.DEEPSTACK
         return values | (qwen_weights.deepstack(hf_config["vision_config"]) if has_inner else {})
+    if hf_config.get("model_type") in _LINEAR:
+        return _linear(hf_config)
     name = hf_config.get("projector_hidden_act", "gelu")
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = hf_config.get("multimodal_projector_bias", True)
@@ -41,6 +50,16 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     most_tiles = _most_tiles(hf_config) if tiled else 0
     values = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "norm": "none"}
     return values | {"newline": tiled, "most_tiles": most_tiles}
+
+
+def _linear(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a projector of one layer."""
+    is_pooled = hf_config["model_type"] == "gemma3"
+    eps = hf_config.get("vision_config", {}).get("layer_norm_eps", _EPS)
+    fix = f"mmjax has {_EPS} alone in the norm of a projector"
+    require(eps == _EPS or not is_pooled, "config.json: layer_norm_eps", eps, fix)
+    norm = "rms_plus_one" if is_pooled else "none"
+    return {"kind": "linear", "hidden": 0, "norm": norm, "pool": is_pooled, "bias": not is_pooled}
 
 
 def _most_tiles(hf_config: Mapping[str, Any]) -> int:
@@ -54,7 +73,8 @@ def _most_tiles(hf_config: Mapping[str, Any]) -> int:
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """The weights table of LLaVA's projector and newline, or of Qwen-VL's mergers, with the oldest keys.
+    """The weights table of LLaVA's projector and newline, of Gemma's projectors, or of Qwen-VL's mergers, with the
+    oldest keys.
 
     A ``Row`` has the ``leaf``, such as "up", the possible ``keys`` of its tensor, such as
     ("multi_modal_projector.linear_1.weight",), and its ``view`` of the tensor. The leaves are "up", "up_bias", "down"
@@ -62,6 +82,9 @@ def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
     LayerNorm, "norm/bias"; a merger of inner layers has such leaves below "inject001". ``model_type`` is the composite
     model's, such as "llava" or "qwen2_vl".
     """
+    if model_type in _LINEAR:
+        rows_of = _LINEAR[model_type].items()
+        return tuple(Row(leaf, (f"multi_modal_projector.{key}",), view) for leaf, (key, view) in rows_of)
     if model_type in _MERGERS:
         return tuple(_mergers(config, _NAMES if model_type in qwen_weights.QWEN3 else _OLD_NAMES))
     return (

@@ -29,6 +29,18 @@ _LARGE: Mapping[str, object] = {
 }
 """The settings of ViT-L/14, shared by CLIP and DINOv2."""
 
+_SO400M: Mapping[str, object] = {
+    "layers": 27,
+    "width": 1152,
+    "heads": 16,
+    "mlp": 4304,
+    "patch": 14,
+    "channels": 3,
+    "positions": "learned2d",
+    "interpolate": "bicubic",
+}
+"""The settings of SigLIP's So400m/14: 224 and 896 pixels in PaliGemma and Gemma 3."""
+
 _QWEN: Mapping[str, object] = {
     "layers": 32,
     "width": 1280,
@@ -119,17 +131,9 @@ class ViTConfig(EqualHeads, SquarePatches):
             "norm_eps": 1e-5,
             "activation": "quick_gelu",
         },
-        "siglip-so400m-14-384": {
-            "layers": 27,
-            "width": 1152,
-            "heads": 16,
-            "mlp": 4304,
-            "patch": 14,
-            "channels": 3,
-            "positions": "learned2d",
-            "grid": 27,
-            "interpolate": "bicubic",
-        },
+        "siglip-so400m-14-224": {**_SO400M, "grid": 16},
+        "siglip-so400m-14-384": {**_SO400M, "grid": 27},
+        "siglip-so400m-14-896": {**_SO400M, "grid": 64},
         "dinov2-large": {
             **_LARGE,
             "grid": 37,

@@ -7,6 +7,7 @@ Imports no JAX.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ FAMILIES: Mapping[str, str] = {
     "vit": "vit",
 }
 """Tower families by ``model_type``. SigLIP 2 with a fixed resolution has the type "siglip"; "siglip2" is NaFlex."""
+_WHOLE = ("gemma3", "paligemma")
+"""Composite models that read the output of a whole tower, with its last norm."""
 _CLASSED = ("clip", "dinov2", "vit")
 """Families with a class token."""
 _PREFIXES = {
@@ -95,7 +98,8 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     if hf_config.get("model_type") in qwen_weights.DEFAULTS:
         return qwen_weights.settings(hf_config)
     family, composite = family_of(hf_config), hf_config.get("whole")
-    layer = _layer_of(composite, family) if composite and layer is None else layer
+    is_whole = composite is not None and composite.get("model_type") in _WHOLE
+    layer = _layer_of(composite, family) if composite and not is_whole and layer is None else layer
     layer = hf_config.get("feature_layer") if layer is None else layer
     c = {**_DEFAULTS[family], **{key: value for key, value in _vision_config(hf_config).items() if value is not None}}
     for key, legal in (("use_swiglu_ffn", False), ("qkv_bias", True)):
@@ -125,7 +129,7 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
         "norm_eps": float(c["layer_norm_eps"]),
         "layer_scale": family == "dinov2",
         "activation": ACTIVATION_OF[c["hidden_act"]],
-        **({"merge": 1} if composite else {}),
+        **({"merge": _merge(composite, _grid(family, c))} if composite else {}),
     }
 
 
@@ -205,6 +209,17 @@ def _layer_count(layer: int, depth: int) -> int:
     if not 0 < count <= depth:
         raise ConfigError(f"vision_feature_layer={layer}: the tower has {depth} layers; use -{depth} to {depth}, not 0")
     return count
+
+
+def _merge(composite: Mapping[str, Any], grid: int) -> int:
+    """The side of the square of patches of a token, in a tower of ``grid``² patches."""
+    if composite.get("model_type") != "gemma3":
+        return 1
+    tokens = composite.get("mm_tokens_per_image", 256)
+    side = math.isqrt(tokens)
+    fix = f"must be the square of a number that divides the {grid} patches of an image's side"
+    require(side * side == tokens and grid % side == 0, "config.json: mm_tokens_per_image", tokens, fix)
+    return grid // side
 
 
 def _edge(name: str, value: int | Iterable[int]) -> int:

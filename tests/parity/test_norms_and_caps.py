@@ -1,0 +1,97 @@
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, under layouts and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import tiny
+
+from mmjax.config import load_config
+from mmjax.parity import check
+from mmjax.parity.shrink import shrink
+
+Changes = dict[str, Any]
+DECODER: Changes = {
+    "llm/Decoder.layers": 4,
+    "llm/Decoder.norm_plus_one": True,
+    "llm/Decoder.post_norms": True,
+    "llm/Decoder.scaled_embed": True,
+    "llm/Decoder.activation": "gelu",
+    "llm/Decoder.tied": True,
+    "llm/Decoder.score_width": 5.0,
+    "llm/Decoder.window": 6,
+}
+GEMMA3: Changes = DECODER | {
+    "llm/Decoder.qk_norm": True,
+    "llm/Decoder.mask": "gemma3",
+    "llm/Decoder.full_every": 3,
+    "llm/Decoder.local_rope_theta": 100.0,
+    "llm/Decoder.rope_scaling": "linear",
+    "llm/Decoder.rope_factor": 8.0,
+    "vision/Projector.kind": "linear",
+    "vision/Projector.hidden": 0,
+    "vision/Projector.norm": "rms_plus_one",
+    "vision/Projector.bias": False,
+    "vision/Projector.pool": True,
+}
+PALIGEMMA2: Changes = DECODER | {
+    "llm/Decoder.mask": "paligemma",
+    "llm/Decoder.full_every": 2,
+    "llm/Decoder.score_cap": 1.0,
+    "llm/Decoder.logit_cap": 2.0,
+}
+
+
+def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
+    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
+    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
+    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
+
+
+SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
+NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
+ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
+TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
+MATRIX: dict[str, Changes] = {
+    "two stages, zb-h1": GEMMA3 | TWO_STAGES | SPLIT,
+    "caps, cp and tp": PALIGEMMA2 | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "one device": GEMMA3 | layouts(0, {}),
+    "nested, lanes": GEMMA3 | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "cp by rings": GEMMA3 | layouts(4, {"dp": 2}, cp=2, cp_way="ring"),
+    "adapters": GEMMA3 | TWO_STAGES | ADAPTERS,
+    "caps, cp by rings, two stages": PALIGEMMA2 | layouts(4, {"dp": 2}, cp=2, pp=2, cp_way="ring"),
+    "caps, two stages, zb-h1": PALIGEMMA2 | TWO_STAGES | SPLIT,
+    "caps, nested, lanes": PALIGEMMA2 | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "caps, full recomputation": PALIGEMMA2 | TWO_STAGES | {"llm/Decoder.remat": "full"},
+    "products kept, unrolled": GEMMA3 | TWO_STAGES | {"llm/Decoder.remat": "dots", "Train.unroll": True},
+    "sharded parameters": PALIGEMMA2 | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
+    "tp with overlap": GEMMA3 | layouts(2, {"dp": 2}, tp=2, overlap=True),
+    "latent attention with a cap": layouts(2, {"dp": 2}, tp=2)
+    | {"llm/Decoder.score_cap": 1.0, "llm/Decoder.kv_rank": 8, "llm/Decoder.nope_head_dim": 8}
+    | {"llm/Decoder.rope_head_dim": 4, "llm/Decoder.kv_heads": 4, "llm/Decoder.post_norms": True},
+}
+MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
+FAST = "two layers on one device"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(MATRIX[name], id=name, marks=[] if name == FAST else [pytest.mark.long]) for name in MATRIX],
+)
+def test_they_train_as_on_one_device(changes: Changes) -> None:
+    report = check(tiny(**changes), style="silent")
+    assert report and report.ok, report and report.numbers()
+
+
+def test_a_published_model_becomes_small_but_keeps_its_layers() -> None:
+    """Layers with and without a window, and a mean of patches before a norm and one matrix."""
+    lines = ["vision/ViT.preset='siglip-so400m-14-896'", "llm/Decoder.preset='gemma3-27b'", "llm/Layout.pp=2"]
+    lines += ["vision/Projector.kind='linear'", "vision/Projector.norm='rms_plus_one'", "vision/Projector.bias=False"]
+    lines += ["vision/Projector.pool=True", "vision/ViT.merge=4", "vision/Layout.rank_offset=2", "llm/Layout.dp=1"]
+    lines += ["llm/Layout.tp=1", "vision/Layout.dp=1"]
+    small = shrink(load_config([], lines), 2, 261).recipe.model
+    llm, projector = small.llm.settings, small.projectors["vision"].settings
+    assert (llm.layers, llm.window, llm.full_every, llm.local_rope_theta) == (4, 8, 4, 10000.0)
+    assert llm.post_norms and llm.scaled_embed and llm.score_width and llm.mask == "gemma3"
+    assert projector.pool and not projector.bias and projector.norm == "rms_plus_one"
