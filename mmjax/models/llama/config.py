@@ -28,7 +28,8 @@ _NOT_NEGATIVE = (
     *("experts", "expert_mlp", "expert_capacity", "expert_buffer", "shared_experts", "dense_layers", "balance_loss"),
     *("router_bias_rate", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
-    *("score_cap", "logit_cap"),
+    *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
+    "z_loss",
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
