@@ -73,7 +73,6 @@ MATRIX: dict[str, Changes] = {
         "llm/Decoder.rope_head_dim": 4,
         "llm/Decoder.head_dim": 0,
         "llm/Decoder.kv_heads": 8,
-        "llm/Decoder.post_norms": True,
     },
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
