@@ -69,7 +69,11 @@ MATRIX: dict[str, Changes] = {
     "tp with overlap": GEMMA3 | layouts(2, {"dp": 2}, tp=2, overlap=True),
     "latent attention with a cap": layouts(2, {"dp": 2}, tp=2)
     | {"llm/Decoder.score_cap": 1.0, "llm/Decoder.kv_rank": 8, "llm/Decoder.nope_head_dim": 8}
-    | {"llm/Decoder.rope_head_dim": 4, "llm/Decoder.kv_heads": 4, "llm/Decoder.post_norms": True},
+    | {
+        "llm/Decoder.rope_head_dim": 4,
+        "llm/Decoder.head_dim": 0,
+        "llm/Decoder.kv_heads": 8,
+    },
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
 FAST = "two layers on one device"
