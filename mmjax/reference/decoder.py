@@ -91,6 +91,8 @@ def _attention(
     def rotated(name: str, x_NHK: jax.Array) -> jax.Array:
         if decoder.qk_norm:
             x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, x_NHK)
+        if decoder.nope_every and (layer + 1) % decoder.nope_every == 0:
+            return x_NHK
         width = decoder.rotary_width
         turned = magnitude * rotate_to(x_NHK[..., :width], tables)
         return jnp.concatenate([turned, x_NHK[..., width:]], axis=-1)

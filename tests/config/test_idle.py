@@ -194,7 +194,7 @@ READ = {
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
     "norm_plus_one post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask "
-    "chunk rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",

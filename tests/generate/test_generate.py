@@ -41,6 +41,7 @@ LLMS = (
     "qwen3_5_text",
     "gemma2",
     "gemma3_text",
+    "smollm3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1

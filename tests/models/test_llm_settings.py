@@ -63,6 +63,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(rope_theta=1000000, rope_scaling=None, use_sliding_window=False, sliding_window=None),
         **dict(attention_bias=False, max_window_layers=36, tie_word_embeddings=False),
     },
+    "smollm3-3b": {
+        **dict(model_type="smollm3", hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
+        **dict(num_attention_heads=16, num_key_value_heads=4, vocab_size=128256, rms_norm_eps=1e-06),
+        **dict(rope_theta=5000000.0, rope_scaling=None, use_sliding_window=False, sliding_window=None),
+        **dict(no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4, attention_bias=False, mlp_bias=False),
+    },
     "qwen3-30b-a3b": {
         **dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128),
         **dict(num_attention_heads=32, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-06, vocab_size=151936),
@@ -154,6 +160,7 @@ def test_presets_are_the_published_models(name: str) -> None:
 def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
+    sizes |= {"smollm3-3b": 3_075_098_624}
     sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
     sizes |= {"qwen3.5-9b": 8_953_803_264, "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688}
     sizes |= {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200}
@@ -259,6 +266,14 @@ def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
             {**V2, "rope_scaling": {**YARN40, "mscale": 1, "mscale_all_dim": 1, "attention_factor": 1.5}},
             "attention_factor=1.5: mmjax has the factor of mscale and mscale_all_dim = 1 alone",
         ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [0, 1, 1]},
+            "no_rope_layers=[0, 1, 1]: mmjax has the last of each",
+        ),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 5},
+            "use_sliding_window=True: mmjax has no window in the layers without positions",
+        ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: mmjax has experts in all"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers=[2]: mmjax has layers without experts"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True: mmjax has no window in"),
@@ -283,6 +298,7 @@ KINDS = {
     "mistral": {"window": 9},
     "qwen2": {"qkv_bias": True, "window": 9, "full_layers": 1},
     "qwen3": {"qk_norm": True, "qkv_bias": True, "o_bias": True, "window": 9, "full_layers": 2},
+    "smollm3": {"nope_every": 2, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "mixtral": {"experts": 5, "experts_per_token": 3, "window": 9},
     "qwen2_moe": {
         **{"experts": 5, "expert_mlp": 8, "shared_experts": 3, "shared_gate": True, "dense_layers": 1},

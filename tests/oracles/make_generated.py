@@ -38,6 +38,7 @@ LLMS = (
     "qwen3_5_text",
     "gemma3_text",
     "gemma2",
+    "smollm3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""

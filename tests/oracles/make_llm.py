@@ -34,6 +34,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 HERE = Path(__file__).parent / "llm"
@@ -139,6 +140,11 @@ FAMILIES: dict[str, Any] = {
         **{**SIZES, "num_hidden_layers": 4},
         **_rope("default", rope_theta=1000.0),
         **dict(sliding_window=6, query_pre_attn_scalar=5, attn_logit_softcapping=2.0, final_logit_softcapping=0.3),
+    ),
+    "smollm3": SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 5},
+        **_rope("default", rope_theta=100.0),
+        **dict(no_rope_layers=[1, 0, 1, 0, 1], tie_word_embeddings=True, attention_bias=True, pad_token_id=None),
     ),
 }
 

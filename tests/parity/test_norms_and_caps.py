@@ -1,4 +1,5 @@
-"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, under layouts and schedules."""
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, and layers without positions, as
+in SmolLM3, under layouts and schedules."""
 
 from __future__ import annotations
 
@@ -38,6 +39,7 @@ GEMMA3: Changes = DECODER | {
 PALIGEMMA2: Changes = DECODER | {
     "llm/Decoder.mask": "paligemma",
     "llm/Decoder.full_every": 2,
+    "llm/Decoder.nope_every": 2,
     "llm/Decoder.score_cap": 1.0,
     "llm/Decoder.logit_cap": 2.0,
 }

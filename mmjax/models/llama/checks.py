@@ -29,6 +29,7 @@ class DecoderChecks:
     full_every: int
     rope_theta: float
     local_rope_theta: float
+    nope_every: int
     rope_share: float
     rope_scaling: str
     rope_factor: float
@@ -98,6 +99,7 @@ class DecoderChecks:
         for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
             value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has none; set it to False"
             require(not value, f"Decoder.{name}", value, fix)
+        require(self.nope_every == 0, "Decoder.nope_every", self.nope_every, "latent attention has none; set it to 0")
         fix = "latent attention has a rotated part of its own, Decoder.rope_head_dim; set it to 1.0"
         require(self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
 

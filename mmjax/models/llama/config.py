@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import check_backend
@@ -29,10 +29,28 @@ _NOT_NEGATIVE = (
     *("router_bias_rate", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
-    "z_loss",
+    *("z_loss", "nope_every"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
+
+
+class LayerRun(NamedTuple):
+    """A run of equal layers.
+
+    Attributes:
+      count: the number of layers.
+      is_local: whether they have the window and chunks.
+      has_experts: whether they have experts in place of an mlp.
+      is_delta: whether they have the delta rule in place of attention.
+      rotates: whether they rotate queries and keys.
+    """
+
+    count: int
+    is_local: bool
+    has_experts: bool
+    is_delta: bool
+    rotates: bool
 
 
 @configurable("Decoder")
@@ -84,6 +102,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       rope_theta: base of the rotary frequencies.
       local_rope_theta: base of the frequencies of layers with the window or chunks, which ``rope_scaling`` does not
         change then; 0 means as in other layers (Gemma 3).
+      nope_every: the last of each run of so many layers does not rotate queries and keys, such as 4 (SmolLM3); 0 is
+        none.
       rope_share: share of a head's components that are rotated, the first ones (Qwen3.5: 0.25).
       rope_scaling: change of frequencies for longer contexts: ``none``, ``linear`` (all are divided), ``llama3`` (Llama
         3.1) or ``yarn`` (Peng et al., "YaRN"), which divide low frequencies and keep high ones.
@@ -183,6 +203,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     full_every: int = 0
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
+    nope_every: int = 0
     rope_share: float = 1.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
@@ -308,23 +329,27 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         return tuple(axis if cycle < sections[axis] else 0 for cycle, axis in cycles)
 
     @property
-    def runs(self) -> tuple[tuple[int, bool, bool, bool], ...]:
-        """Runs of equal layers: the number of layers, and whether they are local, with the window and chunks, have
-        experts, and have the delta rule in place of attention.
+    def runs(self) -> tuple[LayerRun, ...]:
+        """Runs of equal layers."""
+        kinds = (
+            (self._is_local(at), self.has_experts(at), self.has_delta(at), self.rotates(at))
+            for at in range(self.layers)
+        )
+        return tuple(LayerRun(len([*run]), *kind) for kind, run in groupby(kinds))
 
-        Such as ((5, True, False, False), (1, False, False, False)).
-        """
-        kinds = ((self._is_local(at), self.has_experts(at), self.has_delta(at)) for at in range(self.layers))
-        return tuple((len([*run]), *kind) for kind, run in groupby(kinds))
-
-    @property
-    def local(self) -> DecoderConfig:
-        """The settings by which layers with the window or chunks compute."""
-        if not self.local_rope_theta:
+    def of_run(self, run: LayerRun) -> DecoderConfig:
+        """The settings by which the layers of a run compute."""
+        if not run.rotates:
+            return replace(self, nope_every=1)
+        if not (run.is_local and self.local_rope_theta):
             return self
         return replace(
             self, rope_theta=self.local_rope_theta, local_rope_theta=0.0, rope_scaling="none", rope_factor=1.0
         )
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer, by its index from 0, rotates queries and keys."""
+        return not self.nope_every or (layer + 1) % self.nope_every != 0 or self.has_delta(layer)
 
     def has_delta(self, layer: int) -> bool:
         """Whether a layer, by its index from 0, has the delta rule in place of attention."""

@@ -32,18 +32,22 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike in window and chunks, experts, and the delta rule."""
+        """Its groups of layers: runs of layers that are alike, see ``LayerRun``."""
         c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(
-                count,
-                partial(layers.ExpertLayer if has_experts else layers.DecoderLayer, c, "delta" if is_delta else "attn"),
-                partial(layers.expert_block if has_experts else layers.block, c.local if is_local else c),
+                run.count,
+                partial(
+                    layers.ExpertLayer if run.has_experts else layers.DecoderLayer,
+                    c,
+                    "delta" if run.is_delta else "attn",
+                ),
+                partial(layers.expert_block if run.has_experts else layers.block, c.of_run(run)),
                 rules=rules,
-                window=c.window if is_local else 0,
-                grid_window=c.chunk if is_local else 0,
+                window=c.window if run.is_local else 0,
+                grid_window=c.chunk if run.is_local else 0,
             )
-            for count, is_local, has_experts, is_delta in c.runs
+            for run in c.runs
         )
 
     @property

@@ -157,6 +157,18 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "rope_theta": 1000000.0,
         "norm_eps": 1e-6,
     },
+    "smollm3-3b": {
+        "layers": 36,
+        "width": 2048,
+        "heads": 16,
+        "kv_heads": 4,
+        "mlp": 11008,
+        "vocab": 128256,
+        "tied": True,
+        "rope_theta": 5000000.0,
+        "nope_every": 4,
+        "norm_eps": 1e-6,
+    },
     "qwen3-30b-a3b": {
         "layers": 48,
         "width": 2048,

@@ -20,8 +20,11 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
     Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``. Component ``i`` is paired with ``i + K/2``.
     In latent attention ``2 i`` is paired with ``2 i + 1``, and the result has the first components of all pairs before
     the second ones; scores do not depend on an order that queries and keys share. With ``Decoder.rope_share`` below 1
-    only the first components are rotated, as a narrower head. The result has the shape and dtype of ``x_BTHK``.
+    only the first components are rotated, as a narrower head; with ``Decoder.nope_every`` of 1 none are. The result
+    has the shape and dtype of ``x_BTHK``.
     """
+    if c.nope_every == 1:
+        return x_BTHK
     if c.rotary_width < x_BTHK.shape[-1]:
         rotated, unrotated = jnp.split(x_BTHK, [c.rotary_width], axis=-1)
         return jnp.concatenate([rotate(c, rotated, positions), unrotated], axis=-1)

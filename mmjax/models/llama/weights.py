@@ -1,7 +1,7 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
-Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2 and qwen3, with experts mixtral, qwen2_moe
-and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
+Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2, qwen3 and smollm3 (see
+``smollm3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
 qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and gemma3_text (see ``gemma_weights``), and in composite models those
 of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and without experts. In a composite model Qwen3.5's has M-RoPE too.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.delta.config import DELTA_SETTINGS
-from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights
+from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
 from mmjax.models.llama.checks import ROPE_TURNS
 from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, DecoderConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
@@ -87,7 +87,8 @@ _WITH_EXPERTS = {
 _LATENT = deepseek_weights.DEFAULTS
 _DELTA = qwen35_weights.DEFAULTS
 _GEMMA = gemma_weights.DEFAULTS
-ALONE = ("llama", "mistral", "qwen2", "qwen3", *_WITH_EXPERTS, *_LATENT, *_DELTA, *_GEMMA)
+_SMOLLM3 = smollm3_weights.SMOLLM3
+ALONE = ("llama", "mistral", "qwen2", "qwen3", _SMOLLM3, *_WITH_EXPERTS, *_LATENT, *_DELTA, *_GEMMA)
 """Model types of folders of a language model alone."""
 _QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)
 MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", *_QWEN3_MROPE)
@@ -104,6 +105,7 @@ DEFAULTS: Mapping[str, Json] = {
     **_LATENT,
     **_DELTA,
     **_GEMMA,
+    _SMOLLM3: smollm3_weights.DEFAULTS,
 }
 """The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
@@ -213,7 +215,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "tied": bool(t["tie_word_embeddings"]),
         "qkv_bias": qkv_bias,
         "o_bias": o_bias,
-        "mlp_bias": kind == "llama" and bool(t["mlp_bias"]),
+        "mlp_bias": kind in ("llama", _SMOLLM3) and bool(t["mlp_bias"]),
         "qk_norm": kind in ("qwen3", "qwen3_moe", *_QWEN3_MROPE, *_DELTA),
     }
     if kind in (*expert_weights.DEFAULTS, *expert_weights.QWEN3_VL):
@@ -222,6 +224,8 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= deepseek_weights.attention_settings(t) | deepseek_weights.expert_settings(kind, t)
     if kind in _DELTA:
         values |= qwen35_weights.layer_settings(t)
+    if kind == _SMOLLM3:
+        return values | {"nope_every": smollm3_weights.nope_every(t)} | _rope(kind, t)
     if kind in _GEMMA:
         values |= gemma_weights.layer_settings(kind, t)
         if "whole" in hf_config:  # whose value counts, true by default
@@ -380,10 +384,12 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name == "local_rope_theta" and not c.local_rope_theta:  # as in other layers
         return c.rope_theta if c.rope_scaling == "none" and name not in c.idle() else 0
+    if name == "nope_every":
+        return tuple(map(c.rotates, range(c.layers)))
     if name == "score_width":
         return c.score_width or c.head_width
     if name in ("window", "chunk", "full_layers", "full_every"):
-        return (c.window, c.chunk, c.runs) if any(is_local for _, is_local, *_ in c.runs) else ()
+        return (c.window, c.chunk, c.runs) if any(run.is_local for run in c.runs) else ()
     return c.head_width if name == "head_dim" else getattr(c, name)
 
 
@@ -423,6 +429,8 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= deepseek_weights.config_entries(c, kind)
     if kind in _DELTA:
         hf_config |= qwen35_weights.config_entries(c, kind)
+    if kind == _SMOLLM3:
+        hf_config |= smollm3_weights.config_entries(c)
     if kind in _GEMMA:
         hf_config |= gemma_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
