@@ -1,9 +1,10 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2, qwen3 and smollm3 (see
-``smollm3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and
-qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and gemma3_text (see ``gemma_weights``), and in composite models those
-of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and without experts. In a composite model Qwen3.5's has M-RoPE too.
+``smollm3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and
+deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and
+gemma3_text (see ``gemma_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
+without experts. In a composite model Qwen3.5's has M-RoPE too.
 
 Imports no JAX.
 """
