@@ -250,7 +250,7 @@ def test_a_forked_process_has_a_log_a_status_and_a_group(tmp_path: Path) -> None
 
 
 def test_a_trial_writes_configurations_that_can_be_read(tmp_path: Path) -> None:
-    draw = make_draw(0, 3, DATA)
+    draw = make_draw(0, 4, DATA)
     SoakTrial(draw, tmp_path)
     read = load_config([tmp_path / "draw.gin", tmp_path / "other.gin"], allow_code=True)
     assert read == load_config([], [*draw.shared, *draw.other_layout], allow_code=True)

@@ -37,11 +37,9 @@ def llm(vision: int = 2, **degrees: Any) -> Changes:
 SPLIT: Changes = {"Train.schedule": "zb-h1"}
 IN_ORDER: Changes = {"cp_tokens": "contiguous"}
 ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "delta/*")}
-FAST: dict[str, Changes] = {
-    "tp and pp, zb-h1": llm(tp=2, pp=2) | SPLIT,
-    "cp and tp": llm(cp=2, tp=2, **IN_ORDER),
-}
+FAST: dict[str, Changes] = {"cp and tp": llm(cp=2, tp=2, **IN_ORDER)}
 LAYOUTS: dict[str, Changes] = {
+    "tp and pp, zb-h1": llm(tp=2, pp=2) | SPLIT,
     "one device": {},
     "tp 4": llm(tp=4),
     "tp without sp": llm(tp=2, sp=False),

@@ -56,11 +56,13 @@ def llm(vision: int = 2, **degrees: Any) -> Changes:
 SPLIT: Changes = {"Train.schedule": "zb-h1"}
 FAST: dict[str, Changes] = {
     "softmax, tp and pp": SOFTMAX | llm(tp=2, pp=2),
+    "sigmoid, one device": SIGMOID,
+    "capacity, cp in another order": CAPACITY | llm(cp=2, dp=2, ep=2) | {"llm/Layout.cp_tokens": "zigzag"},
+}
+LONG: dict[str, Changes] = {
     "sigmoid, dp and cp": SIGMOID | llm(dp=2, cp=2),
     "shared, zb-h1": SHARED | llm(tp=2, pp=2) | SPLIT,
     "adapters": SHARED | llm(tp=2) | {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/q", "experts/*", "shared/up")},
-    "sigmoid, one device": SIGMOID,
-    "capacity, cp in another order": CAPACITY | llm(cp=2, dp=2, ep=2) | {"llm/Layout.cp_tokens": "zigzag"},
     "capacity, tp, pp and zb-h1": SIGMOID | {"llm/Decoder.expert_capacity": 0.75} | llm(tp=2, pp=2) | SPLIT,
 }
 LAYOUTS: dict[str, Changes] = {
@@ -96,6 +98,7 @@ SLOW |= {
     "changes",
     [
         *(pytest.param(changes, id=name) for name, changes in FAST.items()),
+        *(pytest.param(changes, id=name, marks=pytest.mark.long) for name, changes in LONG.items()),
         *(pytest.param(changes, id=name, marks=pytest.mark.slow) for name, changes in SLOW.items()),
     ],
 )
@@ -117,10 +120,7 @@ SUMMED: dict[str, Changes] = {
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param(changes, id=name, marks=() if name == "all-to-all in halves" else pytest.mark.long)
-        for name, changes in SUMMED.items()
-    ],
+    [pytest.param(changes, id=name, marks=pytest.mark.long) for name, changes in SUMMED.items()],
 )
 def test_gradients_that_products_add_to_sums_are_those_of_one_device(
     changes: Changes, monkeypatch: pytest.MonkeyPatch
