@@ -86,13 +86,14 @@ def read_special_tokens(folder: str) -> SpecialTokens:
     image, video = (_number_of(config, f"{kind}_token_id", f"{kind}_token_index") for kind in ("image", "video"))
     around_image = [config.get(name) for name in ("boi_token_index", "eoi_token_index")]
     extra = _extra(mapped) + _extra(tokenizer)
+    stops = next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ())
     return SpecialTokens(
         texts=texts,
         begin=bool(tokenizer.get("add_bos_token")) if flags else None,
-        stops=next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ()),
+        stops=stops,
         pad=next((ids[0] for file in order if (ids := _ids(file.get("pad_token_id")))), None),
         image=image,
-        video=video,
+        video=None if video in stops else video,  # an end token is no video's, whatever the file says
         around_patch=(_number_of(config, "vision_start_token_id"), _number_of(config, "vision_end_token_id")),
         around_image=tuple(n for n in around_image if isinstance(n, int)) if all(around_image) else (),
         blank=_blank(tokenizer, config),

@@ -328,7 +328,7 @@ def read_template(folder: str) -> FolderTemplate:
         source=source,
         tokens=tokens,
         image=image,
-        video=video if image and video not in special.texts.values() else "",
+        video=video if image else "",
         around_patch=(begin, end),
         around_image=around_image,
         begins=is_processor(folder) and bool(name),
