@@ -202,7 +202,7 @@ def test_gradients_of_packed_sequences_are_those_of_transformers(family: str) ->
     def body(p: Any, given: Any) -> jax.Array:
         surroundings = context(module, **given)
         x, *_ = run_layers(module, p, surroundings, module.embed(p, surroundings))
-        losses = layers.losses(p, of.c, AXES, module.end(p, surroundings, x), given["targets"], weights)
+        losses = layers.losses(p, of.c, AXES, module.end(p, surroundings, x), given["targets"], jnp.asarray(weights))
         return losses["loss"]
 
     gradients = jax.jit(jax.grad(lambda params: on_tp(1, body, params, given, out=P())))(params)

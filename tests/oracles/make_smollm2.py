@@ -3,6 +3,7 @@
 python make_smollm2.py FILE.gguf, in an environment with torch, transformers, accelerate and gguf.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
