@@ -23,7 +23,7 @@ ANSWERS = REPOSITORY / "tests" / "oracles" / "smollm2.json"
 EOS = 2
 STEPS = 100
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 def run(folder: Path, *command: str) -> str:
