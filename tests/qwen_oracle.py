@@ -24,9 +24,11 @@ from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.families import FAMILIES, PROJECTOR
 from mmjax.models.graph import MultimodalModel, multimodal
+from mmjax.models.llama.layers import logits
 from mmjax.models.parameters import join_logical
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.stage_model import StageModel
+from mmjax.models.vocabulary import cross_entropy
 from mmjax.recipe import Recipe
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
@@ -164,6 +166,23 @@ def apart(got: Any, want: np.ndarray) -> float:
     """The largest difference as a share of the largest value."""
     assert np.shape(got) == want.shape
     return float(np.abs(np.asarray(got) - want).max() / np.abs(want).max())
+
+
+def assert_packed_texts(of: Oracle, batch: Any, tokens: jax.Array, tp: int, *, bound: float) -> None:
+    """Hidden states and log-probabilities of three texts in one row are those of each alone, as the oracle has them."""
+
+    def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
+        said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
+        return x, -said
+
+    row = batch.inputs["llm"]
+    hidden, logprobs = run(of, "llm", row, {"vision.0": tokens}, tp, then, shared=(True, False))
+    segments = [row["segments"][0] == segment for segment in (1, 2, 3)]
+    for number in range(3):
+        text = of.values[f"tokens_{number}"]
+        (here,) = [segment for segment in segments if np.array_equal(row["tokens"][0, segment], text)]
+        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < bound, number
+        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < bound, number
 
 
 def configured(folder: Path, kind: str, layout: tuple[str, ...], start: str = "Model.weights") -> Recipe:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qwen_oracle import MODULES, Oracle, apart, opened, run, tokens_of
+from qwen_oracle import MODULES, Oracle, apart, assert_packed_texts, opened, tokens_of
 from safetensors.numpy import load_file
-from trial_runs import write_tiny
+from trial_runs import assert_same_tensors, save_untrained, write_tiny
 
-from mmjax.config import load_config, operative_config
+from mmjax.config import load_config
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
@@ -27,11 +27,9 @@ from mmjax.models.families import PROJECTOR
 from mmjax.models.flops import parameter_count
 from mmjax.models.graph import multimodal
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.llama.layers import logits
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
-from mmjax.models.vocabulary import cross_entropy
 from mmjax.parity.engine import check
 from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
@@ -104,17 +102,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         differences = [apart(tokens[0, here], of.values[f"seen_{image}"]) for image in range(5)]
         assert min(differences) < 2e-6
 
-    def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
-        said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
-        return x, -said
-
-    given = batch.inputs["llm"]
-    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then, shared=(True, False))
-    for number in range(3):
-        segments = (given["segments"][0] == segment for segment in (1, 2, 3))
-        (here,) = [one for one in segments if np.array_equal(given["tokens"][0, one], of.values[f"tokens_{number}"])]
-        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < 1e-5, number
-        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < 1e-5, number
+    assert_packed_texts(of, batch, tokens, tp, bound=1e-5)
 
 
 @ALL
@@ -319,15 +307,9 @@ def saved_key(key: str) -> str:
 def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
     """Bit for bit, under tp, pp and a split backward."""
     config = configured(tmp_path, kind, LAYOUTS["tp, pp and split backward"])
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        trainer.state.step = 1
-        trainer.save()
-    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    save_untrained(config, tmp_path / "run")
     export_folders(tmp_path / "run", tmp_path / "out")
-    want, got = (load_file(place / "model.safetensors") for place in (FOLDERS / kind, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", FOLDERS / kind / "model.safetensors")
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDERS / kind / "config.json").read_bytes()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_composed_export import language_model
-from trial_runs import ALONE, write_tiny
+from trial_runs import ALONE, assert_same_tensors, write_tiny
 
 from mmjax import reference
 from mmjax.assembly.model import build_model
@@ -166,10 +166,7 @@ def test_adapters_go_in_and_out_bit_for_bit(tmp_path: Path, capsys: pytest.Captu
         trainer.save()
     (tmp_path / "run" / "config.gin").write_text(operative_config(config))
     assert export_adapters(tmp_path / "run", tmp_path / "out") == [(str(tmp_path / "out"), "llm")]
-    want, got = (load_file(place / "adapter_model.safetensors") for place in (PEFT, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "adapter_model.safetensors", PEFT / "adapter_model.safetensors")
     assert main([f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'two'}", "--format=peft"]) == 0
     assert "llm_lora, which PeftModel.from_pretrained adds" in capsys.readouterr().out
     again = configured(tmp_path, f"llm/Lora.path={str(tmp_path / 'out')!r}")

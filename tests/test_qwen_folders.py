@@ -21,6 +21,7 @@ from qwen_oracle import (
     MODULES,
     Oracle,
     apart,
+    assert_packed_texts,
     configured,
     leaves_of_gradients,
     opened,
@@ -34,8 +35,8 @@ from qwen_oracle import (
     tokens_of,
 )
 from safetensors.numpy import load_file, save_file
+from trial_runs import assert_same_tensors, save_untrained
 
-from mmjax.config import operative_config
 from mmjax.configurable import ConfigError, from_preset
 from mmjax.eval.evaluator import Evaluator
 from mmjax.export.folders import export_folders
@@ -44,7 +45,6 @@ from mmjax.models.flops import parameter_count
 from mmjax.models.llama.layers import logits
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
-from mmjax.models.vocabulary import cross_entropy
 from mmjax.parity.engine import check
 from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
@@ -75,17 +75,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         assert apart(tokens[0, here, :width], of.values[f"merged_{number}"]) < 2e-6, number
         assert_inner_features(of, np.asarray(tokens[0, here, width:]), number)
 
-    def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
-        said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
-        return x, -said
-
-    given = batch.inputs["llm"]
-    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then, shared=(True, False))
-    for number in range(3):
-        own = (given["segments"][0] == segment for segment in (1, 2, 3))
-        (here,) = [one for one in own if np.array_equal(given["tokens"][0, one], of.values[f"tokens_{number}"])]
-        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < 1e-5, number
-        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < 1e-5, number
+    assert_packed_texts(of, batch, tokens, tp, bound=1e-5)
 
 
 def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
@@ -440,17 +430,11 @@ def assert_written_as_read(
     config: Recipe, kind: str, tmp_path: Path, parts: str, without: tuple[str, ...] = ()
 ) -> None:
     """An export before any step is the folder, of which these parts were read; it lacks the parts `without`."""
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        assert trainer.started[0].startswith(f"{parts}: parameters of {FOLDERS / kind} (")
-        trainer.state.step = 1
-        trainer.save()
-    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    started = save_untrained(config, tmp_path / "run")
+    assert started[0].startswith(f"{parts}: parameters of {FOLDERS / kind} (")
     made = export_folders(tmp_path / "run", tmp_path / "out")
     assert made.without == without and list(made.tensors) == [str(tmp_path / "out")]
-    want, got = (load_file(place / "model.safetensors") for place in (FOLDERS / kind, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", FOLDERS / kind / "model.safetensors")
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDERS / kind / "config.json").read_bytes()
 
 

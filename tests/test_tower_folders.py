@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from trial_runs import REPOSITORY, SMALL_EARS, write_tiny
+from trial_runs import REPOSITORY, SMALL_EARS, assert_same_tensors, save_untrained, write_tiny
 
-from mmjax.config import load_config, operative_config
+from mmjax.config import load_config
 from mmjax.export.folders import export_folders
 from mmjax.train.trainer import Trainer
 
@@ -25,16 +24,10 @@ def test_out_of_in_is_the_same_folder_under_a_layout(family: str, tmp_path: Path
     path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("vision/ViT")))
     own = [f"vision/Weights.path={str(FOLDERS / family)!r}", "Train.eval_samples=0", "Data.sequence_length=256"]
     config = load_config([path], [*own, *LAYOUT])
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        assert trainer.started[0].startswith(f"vision: parameters of {FOLDERS / family} (")
-        trainer.state.step = 1
-        trainer.save()
-    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    started = save_untrained(config, tmp_path / "run")
+    assert started[0].startswith(f"vision: parameters of {FOLDERS / family} (")
     export_folders(tmp_path / "run", tmp_path / "out")
-    want, got = (load_file(place / "model.safetensors") for place in (FOLDERS / family, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", FOLDERS / family / "model.safetensors")
 
 
 @pytest.mark.long
@@ -54,8 +47,5 @@ def test_a_frozen_whisper_hears_padded_calls_and_stays_as_it_is(tmp_path: Path) 
         losses = trainer.train().losses
     assert len(losses) == 2 and np.isfinite(losses).all()
     export_folders(tmp_path / "run", tmp_path / "out")
-    want, got = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", folder / "model.safetensors")
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()

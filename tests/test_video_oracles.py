@@ -20,9 +20,9 @@ from qwen_oracle import (
     MODULES,
     Oracle,
     apart,
+    assert_packed_texts,
     configured,
     opened,
-    run,
     tokens_of,
 )
 
@@ -30,9 +30,7 @@ from mmjax.data.mrope import sample_positions
 from mmjax.data.packing import Packer
 from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
-from mmjax.models.llama.layers import logits
 from mmjax.models.pretrained import find_pretrained
-from mmjax.models.vocabulary import cross_entropy
 from mmjax.reference import greedy, sample_logits
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
@@ -94,21 +92,7 @@ def test_a_packed_row_has_the_values_of_transformers(kind: str, tp: int) -> None
     assert batch.inputs["vision"]["patches"].shape == (1, PATCHES, 96)
     tokens = tokens_of(of, batch, tp)
 
-    def then(stage: Any, p: Any, inputs: Any, axes: Any, x: Any) -> Any:
-        said = cross_entropy(logits(p["llm"], of.model.llm, axes, x), inputs["targets"], axes)
-        return x, -said
-
-    given = batch.inputs["llm"]
-    hidden, logprobs = run(of, "llm", given, {"vision.0": tokens}, tp, then, shared=(True, False))
-    for number in range(3):
-        wanted = of.values[f"tokens_{number}"]
-        (here,) = [one for one in segments_of(given) if np.array_equal(given["tokens"][0, one], wanted)]
-        assert apart(hidden[0, here], of.values[f"hidden_{number}"]) < BOUNDS[kind], number
-        assert apart(logprobs[0, here][:-1], of.values[f"logprobs_{number}"]) < BOUNDS[kind], number
-
-
-def segments_of(inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [inputs["segments"][0] == segment for segment in (1, 2, 3)]
+    assert_packed_texts(of, batch, tokens, tp, bound=BOUNDS[kind])
 
 
 @pytest.mark.long

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from trial_runs import write_tiny
+from trial_runs import assert_same_tensors, save_untrained, write_tiny
 
-from mmjax.config import load_config, operative_config
+from mmjax.config import load_config
 from mmjax.data.types import Sample
 from mmjax.export.folders import export_folders
 from mmjax.models.pretrained import find_pretrained
@@ -118,16 +117,10 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, tmp_path: Path) -> N
 def test_out_of_in_is_the_same_folder(tmp_path: Path) -> None:
     """Also what has no leaf: the layer behind the features, and the norm behind that."""
     config = configured(tmp_path, LAYOUTS["one device"])
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        trainer.state.step = 1
-        trainer.save()
-    (tmp_path / "run" / "config.gin").write_text(operative_config(config))
+    save_untrained(config, tmp_path / "run")
     made = export_folders(tmp_path / "run", tmp_path / "out")
     assert made.without == () and list(made.tensors) == [str(tmp_path / "out")]
-    want, got = (load_file(place / "model.safetensors") for place in (FOLDER, tmp_path / "out"))
-    assert want.keys() == got.keys()
-    for key, tensor in want.items():
-        np.testing.assert_array_equal(got[key], tensor, strict=True)
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", FOLDER / "model.safetensors")
     assert (tmp_path / "out" / "config.json").read_bytes() == (FOLDER / "config.json").read_bytes()
 
 

@@ -15,9 +15,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mmjax.checkpoint import Checkpointer
+from mmjax.config import operative_config
 from mmjax.parity.compare import MOMENTS, Run, module_of, of_kind, of_module, relative
+from mmjax.recipe import Recipe
+from mmjax.train.trainer import Trainer
 
 REPOSITORY = Path(__file__).parents[1]
 STEPS = 12
@@ -123,6 +127,23 @@ def assert_same_leaves(one: dict[str, np.ndarray], other: dict[str, np.ndarray])
     assert one.keys() == other.keys()
     different = [name for name in one if not np.array_equal(one[name], other[name])]
     assert not different, f"{len(different)} of {len(one)} leaves differ: {different[:5]}"
+
+
+def assert_same_tensors(actual: Path, expected: Path) -> None:
+    """Two files of safetensors have the same keys, dtypes and bits."""
+    ours, theirs = load_file(actual), load_file(expected)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key], tensor, strict=True, err_msg=key)
+
+
+def save_untrained(recipe: Recipe, run_dir: Path) -> Sequence[str]:
+    """Saves a run with the parameters that it begins with, as of step 1; returns the lines on where they come from."""
+    with Trainer(recipe, run_dir, style="silent") as trainer:
+        trainer.state.step = 1
+        trainer.save()
+    (run_dir / "config.gin").write_text(operative_config(recipe))
+    return trainer.started
 
 
 _numbers = itertools.count()

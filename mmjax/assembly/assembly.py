@@ -26,6 +26,7 @@ from mmjax.data.loader import tokenizer_of
 from mmjax.data.packing import Packer
 from mmjax.data.reorder import train_schedule
 from mmjax.data.source import Source
+from mmjax.mesh.movers import MOVERS, transport_of
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import deferred_bytes, residual_bytes
@@ -38,7 +39,6 @@ from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
 from mmjax.recipe import validate as validate_recipe
 from mmjax.recipe.device_defaults import (
-    GPU,
     Estimate,
     Resolved,
     TargetDevice,
@@ -162,8 +162,8 @@ def plan(recipe: Recipe, source: Source | None = None, *, device_memory: float =
     require_pipeline_in_one_process(recipe, processes)
     fix = f"must divide the {world.size} devices"
     require(processes > 0 and world.size % processes == 0, "--num_processes", processes, fix)
-    waits = processes > 1 and recipe.world.transport == "auto" and device.platform == GPU
-    beyond = world.size // processes if waits else 0
+    between = transport_of(recipe.world.transport, device.platform, crosses=processes > 1)
+    beyond = world.size // processes if MOVERS[between].kind == "rendezvous" else 0
     return assemble(planned, world=world, source=source, device=device, waiting_beyond=beyond)
 
 

@@ -87,6 +87,11 @@ def require_gin_file(flags: Flags, content: str = "a configuration") -> None:
         raise ConfigError(f"--gin_file is missing: name {content}, such as --gin_file=digits_vlm")
 
 
+def process_settings(flags: Flags) -> dict[str, str]:
+    """Values of `PROCESS_FLAGS` as text, by name; "" for one that is not set."""
+    return {name: str(flags.values[name]) for name in process_group.NAMES}
+
+
 def join_processes(flags: Flags) -> None:
     """Connects to the other processes of the run; does nothing for a run of one process.
 
@@ -97,7 +102,7 @@ def join_processes(flags: Flags) -> None:
     Raises:
       ConfigError: the flags contradict each other, or the processes do not meet.
     """
-    processes = process_group.find_processes({name: str(flags.values[name]) for name in process_group.NAMES})
+    processes = process_group.find_processes(process_settings(flags))
     if processes:
         with importing():
             from mmjax.mesh.processes import join  # imports JAX, too slowly for a command line with a mistake

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.config import load_config, load_run_config
-from mmjax.config.flags import PROCESS_FLAGS, Flag, Flags, join_processes, one_line_errors, parse_flags, run_command
+from mmjax.config.flags import (
+    PROCESS_FLAGS,
+    Flag,
+    Flags,
+    join_processes,
+    one_line_errors,
+    parse_flags,
+    process_settings,
+    run_command,
+)
 from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import parse_messages
@@ -109,7 +118,7 @@ def _sampling(flags: Flags) -> Sampling:
 
 def _require_alone(flags: Flags, named: str) -> None:
     """Raises ConfigError where several processes would share standard input."""
-    if process_group.find_processes({name: str(flags.values[name]) for name in process_group.NAMES}):
+    if process_group.find_processes(process_settings(flags)):
         raise ConfigError(f"{named}: one process alone can read standard input; name a file that all have")
 
 

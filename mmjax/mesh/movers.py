@@ -217,13 +217,25 @@ MOVERS: Mapping[str, type[Mover]] = {"device_put": DevicePutMover, "collective":
 def mover_of(transport: str, source: Submesh, target: Submesh) -> type[Mover]:
     """The class ``DevicePutMover`` or ``CollectiveMover``, by ``transport``: "device_put", "collective" or "auto".
 
-    "auto" takes "collective" between GPUs of several processes, and else "device_put". ``source`` and ``target`` are
-    the devices of the two stages, such as ``Submesh.of(Layout(), (0,), devices)``.
+    ``source`` and ``target`` are the devices of the two stages, such as ``Submesh.of(Layout(), (0,), devices)``. For
+    "auto" see ``transport_of``.
 
     The result is the same in every process, also in one that owns none of these devices.
     """
-    if transport == "auto":
-        crosses_processes = len(source.processes | target.processes) > 1
-        is_gpu = source.mesh.devices.flat[0].platform == "gpu"
-        transport = "collective" if crosses_processes and is_gpu else "device_put"
-    return MOVERS[transport]
+    platform = source.mesh.devices.flat[0].platform
+    return MOVERS[transport_of(transport, platform, crosses=len(source.processes | target.processes) > 1)]
+
+
+def transport_of(transport: str, platform: str, *, crosses: bool) -> str:
+    """The transport of a move, "device_put" or "collective".
+
+    "auto" takes "collective" between GPUs of several processes, and else "device_put".
+
+    Args:
+      transport: "device_put", "collective" or "auto", as ``World.transport``.
+      platform: the devices' platform, such as "gpu".
+      crosses: whether the devices belong to several processes.
+    """
+    if transport != "auto":
+        return transport
+    return "collective" if crosses and platform == "gpu" else "device_put"

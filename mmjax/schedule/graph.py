@@ -264,10 +264,13 @@ class StageGraph:
         """
         way: GatherKind = "pull" if kind == "async" else "collective"
 
+        def is_changed(ranks: Iterable[int]) -> bool:
+            return not within or len({rank // within for rank in ranks}) > 1
+
         def is_moved(source: StageNode, target: StageNode) -> bool:
             lanes = range(math.lcm(source.lanes, target.lanes))
-            pairs = ({*source.ranks_of(m % source.lanes), *target.ranks_of(m % target.lanes)} for m in lanes)
-            return not within or any(len({rank // within for rank in ranks}) > 1 for ranks in pairs)
+            pairs = ((*source.ranks_of(m % source.lanes), *target.ranks_of(m % target.lanes)) for m in lanes)
+            return any(map(is_changed, pairs))
 
         def moved(edges: tuple[EdgeNode, ...]) -> tuple[EdgeNode, ...]:
             ends = [(self.stage(edge.src), self.stage(edge.dst)) for edge in edges]
@@ -277,9 +280,8 @@ class StageGraph:
             )
 
         graph = replace(self, edges=moved(self.edges), ties=moved(self.ties))
-        spread = {node.name for node in self.stages if not within or len({rank // within for rank in node.ranks}) > 1}
         gathers: dict[str, GatherKind] = {
-            node.name: way if node.name in spread else node.gather for node in self.stages if node.gather
+            node.name: way if is_changed(node.ranks) else node.gather for node in self.stages if node.gather
         }
         return graph.with_gathers(gathers)
 

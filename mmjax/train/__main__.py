@@ -16,12 +16,13 @@ from mmjax.config.flags import (
     join_processes,
     one_line_errors,
     parse_flags,
+    process_settings,
     run_command,
 )
 from mmjax.configurable import ConfigError
 from mmjax.flags import counted, importing
 from mmjax.mesh import gpu
-from mmjax.mesh.process_group import NAMES, give_up, has_peers, planned_count
+from mmjax.mesh.process_group import give_up, has_peers, planned_count
 from mmjax.recipe import Recipe, advise
 from mmjax.recipe.targets import require_targets
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json and not dry:
             raise ConfigError("--json: only a dry run has it; add --dry_run or leave it out")
         if dry:
-            processes = planned_count({name: str(flags.values[name]) for name in NAMES})
+            processes = planned_count(process_settings(flags))
             return _dry_run(recipe, run_dir, processes=processes, as_json=bool(as_json))
         join_processes(flags)
         again = bool(flags.values["from_scratch"])

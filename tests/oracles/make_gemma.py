@@ -10,7 +10,6 @@ text tokens behind the first of all of them, of PaliGemma over those behind the 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tiny_folders import continuation, save
 
 HERE = Path(__file__).parent / "gemma"
 START, END, IMAGE = 260, 261, 263
@@ -140,21 +140,16 @@ def values_of(name: str, made: Any, images: list[np.ndarray], rng: np.random.Gen
 
 
 def generated(name: str, made: Any, images: list[np.ndarray]) -> dict[str, Any]:
-    """A prompt and its greedy continuation, and by how much at least each token led before the second."""
+    """What a prompt with two images is continued with."""
     prompt = sequence(name, PROMPT[name], np.random.default_rng(5))
-    given = inputs_of(name, prompt, len(prompt), images[:2])
-    plain = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, use_cache=True, return_dict_in_generate=True)
-    attended = torch.ones_like(given["input_ids"])
-    out = made.generate(**given, **plain, attention_mask=attended, output_logits=True, eos_token_id=None)
-    said = out.sequences[0, len(prompt) :].numpy()
-    top = torch.stack([logits[0].topk(2).values for logits in out.logits])
-    assert len(said) == NEW and IMAGE not in said
-    return {"prompt": np.asarray(prompt), "generated": said, "lead": (top[:, 0] - top[:, 1]).min().numpy()}
+    inputs = inputs_of(name, prompt, len(prompt), images[:2])
+    values = continuation(made, prompt, NEW, **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
+    assert IMAGE not in values["generated"]
+    return values
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, made in models():
         if name not in (sys.argv[1:] or SEEDS):
             continue
@@ -163,17 +158,8 @@ def main() -> None:
         rng, side = np.random.default_rng(0), SIDES[name]
         images = [rng.normal(size=(side, side, 3)).astype(np.float16).astype(np.float32) for _ in range(IMAGES)]
         values = values_of(name, made, images, rng)
-        made.save_pretrained(HERE / name)
-        (HERE / name / "model.safetensors").chmod(0o644)
-        gradients = {
-            key: np.zeros(weight.shape, np.float32) if weight.grad is None else weight.grad.numpy()
-            for key, weight in made.named_parameters()
-        }
-        print(name, sum(weight.numel() for weight in made.parameters()), float(values["loss"]), float(values["lead"]))
         print(values["generated"].tolist())
-        values["versions"] = np.array(json.dumps(versions))
-        np.savez_compressed(HERE / name / "values.npz", allow_pickle=False, **values)
-        np.savez_compressed(HERE / name / "gradients.npz", allow_pickle=False, **gradients)
+        save(made, HERE / name, values)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the inner layers of Qwen3-VL's tower.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tiny_folders import continuation, save
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent / "qwen"
@@ -188,22 +188,16 @@ def far(made: Any, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def generated(made: Any, images: list[np.ndarray], rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt and its greedy continuation, and by how much at least each token led before the second."""
+    """What a prompt with images is continued with."""
     prompt = sequence(PROMPT, iter(SIZES), rng)
     patches, grid = patches_of(images[: PROMPT.count("i")])
     ids = torch.tensor([prompt])
-    about = {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
-    plain = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, use_cache=True, return_dict_in_generate=True)
-    out = made.generate(input_ids=ids, **about, **plain, output_logits=True, eos_token_id=None)
-    said = out.sequences[0, len(prompt) :].numpy()
-    top = torch.stack([own[0].topk(2).values for own in out.logits])
-    assert len(said) == NEW
-    return {"prompt": np.asarray(prompt), "generated": said, "lead": (top[:, 0] - top[:, 1]).min().numpy()}
+    media = {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+    return continuation(made, prompt, NEW, input_ids=ids, **media)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, made in models():
         if name not in (sys.argv[1:] or SEEDS):
             continue
@@ -211,17 +205,7 @@ def main() -> None:
         rng = np.random.default_rng(0)
         images = [rng.normal(size=(*size, 3)).astype(np.float16).astype(np.float32) for size in SIZES]
         values = values_of(made, images, rng)
-        made.save_pretrained(HERE / name)
-        (HERE / name / "model.safetensors").chmod(0o644)
-        gradients = {
-            key: np.zeros(own.shape, np.float32) if own.grad is None else own.grad.numpy()
-            for key, own in made.named_parameters()
-        }
-        print(name, sum(own.numel() for own in made.parameters()), float(values["loss"]), float(values["lead"]))
-        values["versions"] = np.array(json.dumps(versions))
-        np.savez_compressed(HERE / name / "values.npz", allow_pickle=False, **values)
-        if name != "qwen2_5_vl":
-            np.savez_compressed(HERE / name / "gradients.npz", allow_pickle=False, **gradients)
+        save(made, HERE / name, values, with_gradients=name != "qwen2_5_vl")
 
 
 if __name__ == "__main__":

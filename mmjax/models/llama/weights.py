@@ -21,94 +21,16 @@ from mmjax.models.delta.config import DELTA_SETTINGS
 from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
 from mmjax.models.llama.checks import ROPE_TURNS
 from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, DecoderConfig
+from mmjax.models.llama.folder_defaults import ALONE, DEFAULTS, MROPE, QWEN3_MROPE
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
 """The contents of a ``config.json``, or its part on the language model."""
 
-_LLAMA = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "intermediate_size": 11008,
-    "vocab_size": 32000,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_MISTRAL = _LLAMA | {
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "sliding_window": 4096,
-    "max_position_embeddings": 131072,
-}
-_QWEN2 = _LLAMA | {
-    "num_key_value_heads": 32,
-    "intermediate_size": 22016,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_QWEN2_VL = _QWEN2 | {
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "vocab_size": 152064,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_window_layers": 80,
-    "rope_theta": 1000000.0,
-}
-_QWEN3_VL = _QWEN2 | {"head_dim": 128, "rope_theta": 500000.0}
-_QWEN3_VL_MOE = _QWEN3_VL | {
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": None,
-    **expert_weights.QWEN3_VL_DEFAULTS,
-}
-_WITH_EXPERTS = {
-    "mixtral": {**_MISTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0},
-    "qwen2_moe": _QWEN2
-    | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
-    | {"num_key_value_heads": 16, "qkv_bias": True},
-    "qwen3_moe": _QWEN2
-    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
-}
 _LATENT = deepseek_weights.DEFAULTS
 _DELTA = qwen35_weights.DEFAULTS
 _GEMMA = gemma_weights.DEFAULTS
 _SMOLLM3 = smollm3_weights.SMOLLM3
-ALONE = ("llama", "mistral", "qwen2", "qwen3", _SMOLLM3, *_WITH_EXPERTS, *_LATENT, *_DELTA, *_GEMMA)
-"""Model types of folders of a language model alone."""
-_QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)
-MROPE = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", *_QWEN3_MROPE)
-"""Model types of language models with M-RoPE; older folders have the type of the composite model."""
-DEFAULTS: Mapping[str, Json] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN2 | {"head_dim": 128},
-    **dict.fromkeys(MROPE, _QWEN2_VL),
-    **dict.fromkeys(_QWEN3_MROPE, _QWEN3_VL),
-    **dict.fromkeys(expert_weights.QWEN3_VL, _QWEN3_VL_MOE),
-    **{kind: {**values, **expert_weights.DEFAULTS[kind]} for kind, values in _WITH_EXPERTS.items()},
-    **_LATENT,
-    **_DELTA,
-    **_GEMMA,
-    _SMOLLM3: smollm3_weights.DEFAULTS,
-}
-"""The defaults of transformers for missing keys, by model type; published files leave some out."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -217,7 +139,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
         "qkv_bias": qkv_bias,
         "o_bias": o_bias,
         "mlp_bias": kind in ("llama", _SMOLLM3) and bool(t["mlp_bias"]),
-        "qk_norm": kind in ("qwen3", "qwen3_moe", *_QWEN3_MROPE, *_DELTA),
+        "qk_norm": kind in ("qwen3", "qwen3_moe", *QWEN3_MROPE, *_DELTA),
     }
     if kind in (*expert_weights.DEFAULTS, *expert_weights.QWEN3_VL):
         values |= expert_weights.expert_settings(kind, t)
@@ -234,7 +156,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
         return values | _rope(kind, gemma_weights.with_rope(t) if kind == gemma_weights.GEMMA3 else t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
-        is_older = kind in MROPE and kind not in _QWEN3_MROPE
+        is_older = kind in MROPE and kind not in QWEN3_MROPE
         values["tied"] = bool(of_whole or (values["tied"] and (of_whole is None or is_older)))
     return values | _window(kind, t) | _rope(kind, t)
 
@@ -245,7 +167,7 @@ def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
         return False, False
     if kind == "qwen2_moe":
         return bool(t["qkv_bias"]), False
-    biased, only_qkv = bool(t["attention_bias"]), kind == "qwen2" or (kind in MROPE and kind not in _QWEN3_MROPE)
+    biased, only_qkv = bool(t["attention_bias"]), kind == "qwen2" or (kind in MROPE and kind not in QWEN3_MROPE)
     return biased or only_qkv, biased and not only_qkv
 
 
@@ -254,7 +176,7 @@ def _window(kind: str, t: Json) -> dict[str, Any]:
     layers, no_window = t["num_hidden_layers"], {"window": 0, "full_layers": 0}
     everywhere = kind in ("mistral", "mixtral", "qwen3_moe")
     window = t["sliding_window"] if kind in ("mistral", "mixtral") or t.get("use_sliding_window") else 0
-    if not window or kind in _QWEN3_MROPE:
+    if not window or kind in QWEN3_MROPE:
         return no_window
     fix = "mmjax has no window in every second layer alone; set it to false if samples are shorter"
     require(kind != "qwen2_moe", "config.json: use_sliding_window", value=True, fix=fix)
@@ -275,7 +197,7 @@ def _rope(model_type: str, t: Json) -> dict[str, Any]:
     kind = "default" if kind == "mrope" and model_type in MROPE else kind
     has_share = model_type in _DELTA
     sees = has_share and "whole" in t  # as a part of a composite model
-    is_3 = model_type in _QWEN3_MROPE or sees
+    is_3 = model_type in QWEN3_MROPE or sees
     default_sections = qwen35_weights.SECTIONS if sees else _QWEN3_SECTIONS if is_3 else _SECTIONS
     sections = tuple(rope.get("mrope_section") or default_sections) if model_type in MROPE or sees else ()
     one_of("config.json: rope_type", kind, _ROPE_TYPES)
