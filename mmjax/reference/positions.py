@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -45,23 +46,39 @@ def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.n
     return windows
 
 
-def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[np.ndarray, "N 3"]:
+class Grid(NamedTuple):
+    """An image, or a video whose times are positions.
+
+    Attributes:
+      first: index of its first token.
+      rows, columns: its tokens; of a video those of a temporal patch.
+      times: the number of each temporal patch along time, from 0; (0,) of an image.
+    """
+
+    first: int
+    rows: int
+    columns: int
+    times: tuple[int, ...] = (0,)
+
+
+def token_positions(length: int, grids: Sequence[Grid]) -> Int[np.ndarray, "N 3"]:
     """(time, row, column) of every token of a sample by M-RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
 
     Args:
       length: number of tokens.
-      images: for each image (index of its first token, rows, columns of tokens), such as (3, 2, 2); () for text alone,
-        where all three numbers are the index.
+      grids: images and videos, such as Grid(3, rows=2, columns=2); () for text alone, where all three numbers are the
+        index.
     """
-    starts = {first: (rows, columns) for first, rows, columns in images}
+    starts = {grid.first: grid for grid in grids}
     positions: list[tuple[int, int, int]] = []
     while len(positions) < length:
-        next_position = max((max(position) for position in positions), default=-1) + 1
-        rows, columns = starts.get(len(positions), (1, 1))
+        number = max((max(position) for position in positions), default=-1) + 1
+        grid = starts.get(len(positions), Grid(0, 1, 1))
         positions += [
-            (next_position, next_position + row, next_position + column)
-            for row in range(rows)
-            for column in range(columns)
+            (number + time, number + row, number + column)
+            for time in grid.times
+            for row in range(grid.rows)
+            for column in range(grid.columns)
         ]
     return np.array(positions[:length], np.int32).reshape(-1, 3)
 

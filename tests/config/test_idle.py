@@ -162,6 +162,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
             **{"frame_pixels": "640", "folder_fps": "5.0", "frame_limit": "99"},
         }.items()
     },
+    "mine/Source.time_positions": (
+        "4.0",
+        (*SOURCE, "mine/Source.video='timestamps'"),
+        (*SOURCE, "mine/Source.video='positions'", "llm/Decoder.rope_sections=(2, 3, 3)"),
+    ),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (

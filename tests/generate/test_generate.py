@@ -150,19 +150,24 @@ def test_a_whole_folder_answers_as_it_does_there(
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl"])
 def test_a_whole_folder_answers_about_videos(
     name: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From files, with the folder's rules for videos; an image and an answer before a video too."""
+    """From files, with the folder's rules for videos; an image and an answer before a video too.
+
+    The folders of Qwen2-VL and Qwen2.5-VL have no rules for videos but those for images, as the published ones.
+    """
     pytest.importorskip("av")
     oracles, videos = FOLDER.parent, FOLDER.parent / "video"
-    for place in (
-        oracles / "processors" / "qwen3_vl",
-        videos / "folder",
-        oracles / "generated" / name,
-        videos / "answers",
-    ):
+    if name.startswith("qwen2"):
+        places = (oracles / "processors" / "qwen2_vl", oracles / "generated" / name, videos / "positions")
+    else:
+        places = (
+            *(oracles / "processors" / "qwen3_vl", videos / "folder"),
+            *(oracles / "generated" / name, videos / "answers"),
+        )
+    for place in places:
         shutil.copytree(place, tmp_path / "model", dirs_exist_ok=True)
     shutil.copy(oracles / "processors" / "odd.png", tmp_path)
     for video in ("odd", "small"):
