@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers(
 
 WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), "qwen3_vl"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
     "gemma3": "gemma3",
 }
 """Whole models, and the folders of their processors."""
@@ -150,7 +150,7 @@ def test_a_whole_folder_answers_as_it_does_there(
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_a_whole_folder_answers_about_videos(
     name: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,8 @@ SIZES = ((16, 24), (24, 16), (8, 24))
 SEQUENCES = ("tivt", "tv", "tiit")
 """``t`` is a run of text, ``i`` an image, ``v`` a video of the next number of ``TEMPORAL`` patches."""
 TEMPORAL = (3, 2)
+ANSWERING = (*MODELS, "qwen3_vl_moe", "qwen3_5_moe")
+"""Models of ``generated/`` that answer messages with videos."""
 POSITIONS = ("qwen2_vl", "qwen2_5_vl")
 """Models whose times are positions."""
 SECONDS, PROMPT_SECONDS = 0.85, 0.3
@@ -374,7 +376,7 @@ def main() -> None:
         (HERE / "dialogues.json").write_text(json.dumps(dialogues(), ensure_ascii=False) + "\n")
     (HERE / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in MESSAGES))
     np.savez_compressed(
-        HERE / "answers.npz", **{f"{name}/{key}": own for name in MODELS for key, own in answers(name).items()}
+        HERE / "answers.npz", **{f"{name}/{key}": own for name in ANSWERING for key, own in answers(name).items()}
     )
     for name, seed in ((name, MODELS[name]) for name in names or MODELS):
         values = model_values(name, seed)

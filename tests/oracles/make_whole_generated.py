@@ -120,6 +120,7 @@ MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),
     "qwen3_vl_moe": ("qwen3_vl", qwen("qwen3_vl_moe")),
     "qwen3_5": ("qwen3_vl", qwen("qwen3_5")),
+    "qwen3_5_moe": ("qwen3_vl", qwen("qwen3_5_moe")),
     "gemma3": ("gemma3", gemma3),
 }
 """By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
