@@ -117,6 +117,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "vision/Projector.hidden": ("32", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
+    "llm/Decoder.qk_norm_whole": ("True", (), ("llm/Decoder.qk_norm=True",)),
     "vision/Projector.most_tiles": ("2", (), ("vision/Projector.newline=True",)),
     "llm/Layout.cp_way": ("'need'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
     "llm/Layout.cp_tokens": ("'zigzag'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
@@ -193,8 +194,8 @@ READ = {
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "norm_plus_one post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask "
-    "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "norm_plus_one pre_norms post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads "
+    "mask chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",

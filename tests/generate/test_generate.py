@@ -42,6 +42,9 @@ LLMS = (
     "gemma2",
     "gemma3_text",
     "smollm3",
+    "olmo2",
+    "olmo3",
+    "phi3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
