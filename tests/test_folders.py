@@ -264,8 +264,8 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         (
             [f"Model.weights={str(folder)!r}"],
             f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, llava, "
-            "llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe; name the "
-            "folder of a single module in its Weights.path",
+            "llava_next, llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+            "qwen3_vl_moe; name the folder of a single module in its Weights.path",
         ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):

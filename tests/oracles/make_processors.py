@@ -211,6 +211,25 @@ MISTRAL = """\
 """
 
 
+NEXT_MISTRAL = """\
+{% for message in messages %}
+{%- if message['role'] == 'system' %}
+{{- '<<SYS>>\\n' + message['content'][0]['text'] + '\\n<</SYS>>\\n\\n' }}
+{%- elif message['role'] == 'user' %}
+{{- '[INST] ' }}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}
+{{- '<image>\\n' }}
+{%- endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- part['text'] + ' [/INST]' }}
+{%- endfor %}
+{%- else %}
+{{- ' ' + message['content'][0]['text'] + '</s> ' }}
+{%- endif %}
+{%- endfor %}
+"""
+
+
 def tokenizer(special: list[str], **about: Any) -> Any:
     """A byte-level tokenizer with 40 merges, its special tokens behind all others."""
     made = Tokenizer(models.BPE())
@@ -275,6 +294,13 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_onevision.LlavaOnevision",
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
     ),
+    **dict.fromkeys(
+        ("llava_next", "llava_next_mistral"),
+        (
+            "llava_next.LlavaNext",
+            {**CLIP, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]},
+        ),
+    ),
     "gemma3": ("gemma3.Gemma3", {"size": {"height": 48, "width": 48}}),
     "paligemma2": ("siglip.Siglip", {"size": {"height": 28, "width": 28}, "image_seq_length": 16}),
 }
@@ -290,7 +316,7 @@ def image_processor(name: str) -> Any:
 
 def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
     """Media [h, w, 3] of an image."""
-    if name == "llava_onevision":
+    if name.startswith(("llava_onevision", "llava_next")):
         return [one.transpose(1, 2, 0) for one in made(image, return_tensors="np")["pixel_values"][0]]
     if name == "siglip2":
         found = made(image, return_tensors="np")
@@ -426,6 +452,23 @@ def wholes() -> dict[str, Any]:
     return found
 
 
+def nexts() -> dict[str, Any]:
+    """Folders of LLaVA-NeXT, of Vicuna and of Mistral, and the dialogues."""
+    found: dict[str, Any] = {}
+    about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    for name, template in (("llava_next", LLAVA), ("llava_next_mistral", NEXT_MISTRAL)):
+        own = tokenizer(
+            ["<unk>", "<s>", "</s>", "<pad>", "<image>"],
+            **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+            begins=True,
+        )
+        made = transformers.LlavaNextProcessor(image_processor(name), own, chat_template=template, **about)
+        made.save_pretrained(HERE / name)
+        config(name, "llava_next", image_token_index=own.convert_tokens_to_ids("<image>"), vision_config={})
+        found[name] = tokens_of(made, images=True, marks=name == "llava_next")
+    return found
+
+
 def gemmas() -> dict[str, Any]:
     """Folders of Gemma 3 and PaliGemma 2, and the dialogues. The latter has no template, and questions and answers."""
     found: dict[str, Any] = {}
@@ -548,7 +591,8 @@ def main() -> None:
             for file, medium in zip(IMAGES, made([pair], return_tensors="np")["pixel_values"], strict=False):
                 values[f"several/{file}"] = medium[0].transpose(1, 2, 0)[::STRIDE, ::STRIDE].astype(np.float32)
     file = HERE / "dialogues.json"
-    found = {**json.loads(file.read_text("utf-8")), **gemmas()} if added else {**wholes(), **gemmas(), **languages()}
+    apart = {**gemmas(), **nexts()}
+    found = {**json.loads(file.read_text("utf-8")), **apart} if added else {**wholes(), **apart, **languages()}
     np.savez_compressed(HERE / "values.npz", **values)
     file.write_text(json.dumps({"versions": versions, **found}, ensure_ascii=False) + "\n")
 

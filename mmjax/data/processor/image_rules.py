@@ -47,6 +47,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"height": 224, "width": 224},
         "do_convert_rgb": True,
     },
+    "LlavaNextImageProcessor": _CROPPED,
     "LlavaOnevisionImageProcessor": {
         **_CLIP,
         "resample": _BICUBIC,
@@ -59,6 +60,8 @@ _FIXED = (("do_resize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)
 """Rules with one value."""
 _PINPOINTS = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 """LLaVA-OneVision's grids if the file has none."""
+_NEXT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+"""LLaVA-NeXT's, of tiles of 336 pixels."""
 FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 """Settings that may differ from the folder's: they bound the cost of an image."""
 
@@ -126,7 +129,9 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
         return {"resize": "naflex", "max_patches": int(rules["max_num_patches"])}
     edge, fixed = size.get("shortest_edge"), (size.get("height"), size.get("width"))
     if name == "LlavaOnevisionImageProcessor":
-        return _tiled((edge, edge) if edge else fixed, rules)
+        return _tiled((edge, edge) if edge else fixed, rules, _PINPOINTS, alone=True)
+    if name == "LlavaNextImageProcessor":
+        return _tiled(_uncut_tile(size, rules), rules, _NEXT_GRIDS, alone=False)
     if not rules.get("do_center_crop"):
         if edge:
             raise ConfigError(f"its image processor has size={size!r} and crops nothing; set Source.resize")
@@ -141,12 +146,27 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     return {"resize": "fixed", "fit": fit, "size": crop, "edge": int(edge)}
 
 
-def _tiled(size: tuple[Any, ...], rules: Mapping[str, Any]) -> dict[str, Any]:
+def _uncut_tile(size: Mapping[str, Any], rules: Mapping[str, Any]) -> tuple[int, int]:
+    """The size of LLaVA-NeXT's tiles, from which its cut of the middle takes nothing."""
+    crop = rules["crop_size"]
+    edge, sides = size.get("shortest_edge"), (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    whole = ((edge, edge) if edge else (size.get("height"), size.get("width"))) == sides and sides[0] == sides[1]
+    if not whole or not rules.get("do_center_crop"):
+        raise ConfigError(
+            f"its image processor has size={size!r} and crop_size={crop!r}, no equal squares; set Source.resize"
+        )
+    return sides
+
+
+def _tiled(
+    size: tuple[Any, ...], rules: Mapping[str, Any], usual: tuple[tuple[int, int], ...], *, alone: bool
+) -> dict[str, Any]:
+    """Tiles of ``size`` in grids, by default the ``usual`` ones, of all images or of those that are ``alone``."""
     height, width = size
     pinpoints = rules.get("image_grid_pinpoints")
     if pinpoints and any(point[0] % height or point[1] % width for point in pinpoints):
         raise ConfigError(
             f"image_grid_pinpoints={pinpoints[:3]!r}… are no multiples of size={size!r}; set Source.resize"
         )
-    grids = tuple((point[0] // height, point[1] // width) for point in pinpoints) if pinpoints else _PINPOINTS
-    return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": True}
+    grids = tuple((point[0] // height, point[1] // width) for point in pinpoints) if pinpoints else usual
+    return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": alone}
