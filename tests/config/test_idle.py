@@ -208,8 +208,8 @@ READ = {
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",
-    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white video "
-    "pixel_limit byte_limit preset",
+    "Source": "kind path media held_out strict cut template system question resize mean std resample draft rounded "
+    "white video pixel_limit byte_limit preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",
 }

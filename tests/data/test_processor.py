@@ -38,7 +38,7 @@ SPECS = {
 """Encoders whose patches matter to the rule; others have patches of one pixel, so that nothing is cut off."""
 NEXT = ("llava_next", "llava_next_mistral")
 RULES = (
-    *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit"),
+    *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit", "dinov3"),
     *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2", *NEXT),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")

@@ -15,10 +15,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -282,6 +283,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 32}}),
     "dinov2_small": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 23}}),
     "vit": ("vit.ViT", {"size": {"height": 32, "width": 32}}),
+    "dinov3": ("", {"size": {"height": 32, "width": 48}}),
     "qwen2_vl": ("qwen2_vl.Qwen2VL", {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 9, "patch_size": 14}),
     "qwen3_vl": (
         "qwen2_vl.Qwen2VL",
@@ -307,8 +309,37 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
 """By folder, the module and name of the image processor, and its settings."""
 
 
+class Dinov3:
+    """Its processor in ``transformers`` needs torchvision, whose ``resize`` of floats is torch's ``interpolate``."""
+
+    rules: ClassVar = {
+        **{"do_rescale": True, "rescale_factor": 1 / 255, "do_resize": True, "resample": 2, "do_normalize": True},
+        **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "do_center_crop": None},
+        "image_processor_type": "DINOv3ViTImageProcessorFast",
+    }
+
+    def __init__(self, size: dict[str, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Any, return_tensors: str) -> dict[str, np.ndarray]:
+        """Scales to 0 to 1, then resizes, then normalises."""
+        levels = (
+            torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None].float() * self.rules["rescale_factor"]
+        )
+        sides = (self.size["height"], self.size["width"])
+        resized = torch.nn.functional.interpolate(levels, sides, mode="bilinear", align_corners=False, antialias=True)
+        mean, std = (torch.tensor(self.rules[f"image_{name}"])[:, None, None] for name in ("mean", "std"))
+        return {"pixel_values": ((resized - mean) / std).numpy()}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes its rules."""
+        (folder / "preprocessor_config.json").write_text(json.dumps({**self.rules, "size": self.size}, indent=1) + "\n")
+
+
 def image_processor(name: str) -> Any:
     where, settings = RULES[name]
+    if name == "dinov3":
+        return Dinov3(**settings)
     family, cls = where.split(".")
     module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{cls}ImageProcessorPil")(**settings)

@@ -23,6 +23,8 @@ _CROPPED = {
     "do_center_crop": True,
     "do_convert_rgb": True,
 }
+_DINOV3 = "DINOv3ViTImageProcessor"
+"""It resizes levels between 0 and 1, which are not rounded."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "CLIPImageProcessor": _CROPPED,
     "BitImageProcessor": _CROPPED,
@@ -40,6 +42,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "resample": _BICUBIC,
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
         "do_convert_rgb": True,
+    },
+    _DINOV3: {
+        **{"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)},
+        **{"resample": _BILINEAR, "size": {"height": 224, "width": 224}},
     },
     "Gemma3ImageProcessor": {
         **_HALF,
@@ -69,9 +75,9 @@ FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 def image_settings(folder: str) -> dict[str, Any]:
     """Fields of `SourceConfig` that a folder decides, by name, such as "resize"; {} if it has no rules for images.
 
-    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": "bicubic", "draft": False, "white": True, "resize":
-    "fixed", "fit": "stretch", "size": (224, 224)}. After "white" come "resize" and the fields that this rule reads,
-    with "smart" for example "min_pixels", "max_pixels" and "max_patches".
+    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": "bicubic", "draft": False, "white": True, "rounded":
+    True, "resize": "fixed", "fit": "stretch", "size": (224, 224)}. After "rounded" come "resize" and the fields that
+    this rule reads, with "smart" for example "min_pixels", "max_pixels" and "max_patches".
 
     folder: the path of a checkpoint's folder, in the layout of Hugging Face; preprocessor_config.json is read, or the
     image processor in processor_config.json.
@@ -107,6 +113,7 @@ def _settings(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     }
     white = bool(rules.get("do_convert_rgb"))
     values |= {"resample": RESAMPLES[int(rules["resample"])], "draft": False, "white": white}
+    values["rounded"] = name != _DINOV3
     return values | _sizes(name, rules)
 
 
