@@ -84,6 +84,8 @@ MATRIX: dict[str, Changes] = {
     },
 }
 MATRIX |= {
+    "a part of each head rotates, cp and tp": layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2)
+    | {"llm/Decoder.rope_share": 0.5, "llm/Decoder.window": 6},
     "norms behind alone, two stages, zb-h1": OLMO3 | TWO_STAGES | SPLIT,
     "norms behind alone, cp and tp": OLMO3 | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
     "norms behind alone, nested, lanes": OLMO3 | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
