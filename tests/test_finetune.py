@@ -52,6 +52,12 @@ GEMMA_CHAT = (
     "{% for c in m.content %}{% if c.type == 'image' %}<start_of_image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+VICUNA_CHAT = (
+    "{% for m in messages %}{{ m.role.upper() }}: {% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>\n{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    "{% if m.role == 'assistant' %}</s>{% else %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llava": {
         "config": "finetune_llava15",
@@ -59,6 +65,21 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "special": ("<s>", "</s>", "<pad>", "<unk>", "<a>", "<b>", "<c>", "<image>"),
         "tokens": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
         "images": {"image_processor_type": "CLIPImageProcessor", "size": 28, "crop_size": 28},
+        "said": "{}</s>",
+        "asked": "ASSISTANT:",
+    },
+    "llava_next": {
+        "config": "finetune_llava15",
+        "folder": ORACLES / "llava_next",
+        "special": ("<s>", "</s>", "<pad>", "<unk>", "<a>", "<b>", "<c>", "<image>"),
+        "tokens": {
+            **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+            "chat_template": VICUNA_CHAT,
+        },
+        "images": {
+            **{"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 17},
+            "image_grid_pinpoints": [[17, 34], [34, 17]],
+        },
         "said": "{}</s>",
         "asked": "ASSISTANT:",
     },

@@ -71,7 +71,8 @@ def write_drawn(c: DecoderConfig, home: Path, **options: Any) -> None:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", **options)
+    hf_config = to_hf_config(c)
+    write(hf_config, expand(entries_of(c, hf_config["model_type"]), c.layers), read, home, dtype="bfloat16", **options)
 
 
 def assert_same_bits(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
@@ -182,6 +183,34 @@ def test_out_of_in_of_a_qwen35_is_the_same_folder_under_a_layout(tmp_path: Path,
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phi3", {"rope_share": 0.5, "window": 9}),
+        (
+            "olmo3",
+            {
+                **{"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True, "window": 9},
+                **{"full_every": 2, "local_rope_theta": 500000.0},
+            },
+        ),
+    ],
+)
+def test_out_of_in_of_small_families_is_the_same_folder_under_a_layout(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """No step: bit for bit, with joined products that ranks of tp read parts of, and norms of heads split over them."""
+    sizes: dict[str, Any] = dict(layers=4, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=261, norm_eps=1e-6)
+    home = tmp_path / kind
+    write_drawn(DecoderConfig(**sizes, **changes), home)
+    assert json.loads((home / "config.json").read_text())["model_type"] == kind
+    tensors = everything(home)
+    assert any("qkv_proj" in key for key in tensors) == (kind == "phi3")
+    got = exported(home, ("llm/Layout.tp=4", "llm/Layout.pp=1", "vision/Layout.rank_offset=4"), tmp_path)
+    assert_same_bits(got, tensors)
+
+
+@pytest.mark.long
 def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Path) -> None:
     """No step: what is written is what was read, bit for bit; padded vocabularies and shards of devices between."""
     own = [f"llm/Weights.path={str(folder)!r}", "llm/Layout.tp=2", "llm/Layout.pp=3", "vision/Layout.rank_offset=6"]
@@ -264,8 +293,8 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         (
             [f"Model.weights={str(folder)!r}"],
             f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, llava, "
-            "llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe; name the "
-            "folder of a single module in its Weights.path",
+            "llava_next, llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+            "qwen3_vl_moe; name the folder of a single module in its Weights.path",
         ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):

@@ -121,6 +121,25 @@ CHECKED = {
         vision__Projector_inject=(1, 2, 3),
         vision__Projector_levels=(0, 1, 2),
     ),
+    # The mean of one norm of all heads, and the sides of images, over ranks of both.
+    "heads and images over processes": tiny(
+        Layout(cp=8),
+        Layout(tp=8),
+        llm__Decoder_heads=8,
+        llm__Decoder_head_dim=4,
+        llm__Decoder_kv_heads=4,
+        llm__Decoder_mlp=40,
+        llm__Decoder_pre_norms=False,
+        llm__Decoder_post_norms=True,
+        llm__Decoder_qk_norm=True,
+        llm__Decoder_qk_norm_whole=True,
+        llm__Decoder_norm_eps=1e-2,
+        vision__ViT_positions="axial_centres",
+        vision__ViT_class_token=True,
+        vision__ViT_registers=2,
+        vision__ViT_k_bias=False,
+        vision__ViT_gated=True,
+    ),
     "experts over processes": tiny(
         Layout(dp=2, rank_offset=6),
         Layout(dp=6),
@@ -154,6 +173,7 @@ TWO_ONLY = {
     "lists over processes",
     "rings over processes",
     "inner features over processes",
+    "heads and images over processes",
 }
 APART: list[str] = []  # the tiny configuration's own
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from mmjax import jax_compat
 from mmjax.attention.cache import Cache
@@ -126,7 +126,7 @@ def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
 
 def apply_rotary(
     x_BTHK: Array,
-    positions: Int[Array, "B T *A"],
+    positions: Real[Array, "B T *A"],
     frequency_K: Float[Array, " K/2"],
     magnitude: float = 1.0,
     axis_of_pair: Sequence[int] = (),
@@ -148,7 +148,7 @@ def apply_rotary(
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
 
 
-def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
+def rotate_axial(x_RTHK: Array, positions_RT2: Real[Array, "R T 2"], theta: float) -> Array:
     """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column.
 
     Component ``i`` is paired with ``i + K/2``. Pairs 0 to K/4 - 1 are of the row, with the frequencies theta^(-4i / K)

@@ -96,6 +96,10 @@ _QWEN3_5: Mapping[str, FolderPart] = {
     "projector": FolderPart("", {"visual.merger.": ("model.visual.merger.",)}),
 }
 _GEMMA: Mapping[str, FolderPart] = {**_LLAVA, "projector": FolderPart("", _PROJECTOR)}
+_WITH_NEWLINES: Mapping[str, FolderPart] = {
+    **_LLAVA,
+    "projector": FolderPart("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
+}
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
@@ -106,10 +110,8 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "gemma3": _GEMMA,
     "paligemma": _GEMMA,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
-    "llava_onevision": {
-        **_LLAVA,
-        "projector": FolderPart("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
-    },
+    "llava_next": _WITH_NEWLINES,
+    "llava_onevision": _WITH_NEWLINES,
 }
 """The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
 

@@ -108,8 +108,10 @@ class EqualHeads(ModuleSettings):
 
     norm_eps: float = 1e-6
     """The epsilon of norms; a settings class may override it by a field."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have biases; a settings class may override it by a field."""
     k_bias: bool = True
-    """Whether keys have a bias; a settings class may override it by a field."""
+    """Whether keys have one beside queries and values; a settings class may override it by a field."""
 
     @property
     def kv_heads(self) -> int:

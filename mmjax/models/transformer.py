@@ -58,8 +58,13 @@ class LayerSizes(Protocol):
         ...
 
     @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        ...
+
+    @property
     def k_bias(self) -> bool:
-        """Whether keys have a bias."""
+        """Whether keys have one beside queries and values."""
         ...
 
 
@@ -107,7 +112,7 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """Parameters of attention: "q", "k", "v" and "o" ``[D, D]``, and their biases "q_bias" and so on ``[D]``.
 
-    "k_bias" is missing if ``c.k_bias`` is False.
+    "k_bias" is missing if ``c.k_bias`` is False, and all but "o_bias" if ``c.qkv_bias`` is.
     """
 
     def __init__(self, c: LayerSizes, rngs: nnx.Rngs):
@@ -116,7 +121,7 @@ class Attention(nnx.Module):
             init = residual_init(c.layers) if is_o else nnx.initializers.lecun_normal()
             dims = ("heads", "embed") if is_o else ("embed", "heads")
             setattr(self, name, nnx.Param(init(rngs.params(), (c.width, c.width)), dims=dims))
-            if name != "k" or c.k_bias:
+            if is_o or (c.qkv_bias and (name != "k" or c.k_bias)):
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(c.width), dims=dims[1:]))
 
 

@@ -49,19 +49,23 @@ def _decoder_layer(
     leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
 ) -> tuple[jax.Array, RouterSums]:
     prefix = f"llm/layers/{layer:03d}"
-    normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
+    normed = _pre_normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
     if decoder.has_delta(layer):
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
         y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
         y_ND = _attention(leaves, layer, decoder, normed, tables, masks)
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
-    normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
+    normed = _pre_normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
         y_ND, sums = mixture(leaves, prefix, decoder, normed)
     else:
         y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
     return x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND), sums
+
+
+def _pre_normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    return _normed(leaves, name, decoder, x_ND) if decoder.pre_norms else x_ND
 
 
 def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
@@ -90,7 +94,8 @@ def _attention(
 
     def rotated(name: str, x_NHK: jax.Array) -> jax.Array:
         if decoder.qk_norm:
-            x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, x_NHK)
+            normed_as = x_NHK.reshape(length, -1) if decoder.qk_norm_whole else x_NHK
+            x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, normed_as).reshape(x_NHK.shape)
         if decoder.nope_every and (layer + 1) % decoder.nope_every == 0:
             return x_NHK
         width = decoder.rotary_width

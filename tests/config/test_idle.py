@@ -117,6 +117,8 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "vision/Projector.hidden": ("32", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
+    "vision/ViT.k_bias": ("False", ("vision/ViT.qkv_bias=False",), ()),
+    "llm/Decoder.qk_norm_whole": ("True", (), ("llm/Decoder.qk_norm=True",)),
     "vision/Projector.most_tiles": ("2", (), ("vision/Projector.newline=True",)),
     "llm/Layout.cp_way": ("'need'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
     "llm/Layout.cp_tokens": ("'zigzag'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
@@ -193,13 +195,13 @@ READ = {
     "Digits": "images calls digits turns curriculum",
     "Checkpoint": "every keep init_from grace_seconds",
     "Model": "encoders llm generators edges weights",
-    "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias norm stem_norm "
-    "last_norm norm_eps layer_scale gated activation window attention remat",
+    "ViT": "preset layers width heads mlp patch channels merge positions class_token registers frames patch_bias "
+    "qkv_bias norm stem_norm last_norm norm_eps layer_scale gated activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "norm_plus_one post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask "
-    "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "norm_plus_one pre_norms post_norms activation scaled_embed score_width score_cap logit_cap attention_gate "
+    "delta_heads mask chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
@@ -211,8 +213,8 @@ READ = {
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",
-    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white video "
-    "pixel_limit byte_limit preset",
+    "Source": "kind path media held_out strict cut template system question resize mean std resample draft rounded "
+    "white video pixel_limit byte_limit preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",
 }

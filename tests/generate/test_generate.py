@@ -42,6 +42,9 @@ LLMS = (
     "gemma2",
     "gemma3_text",
     "smollm3",
+    "olmo2",
+    "olmo3",
+    "phi3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
@@ -111,12 +114,12 @@ def test_tokens_are_those_of_transformers(
 WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
-    "gemma3": "gemma3",
+    **{name: name for name in ("gemma3", "llava_next", "llava_next_mistral")},
 }
 """Whole models, and the folders of their processors."""
 
 
-SHORT = [("llava_onevision", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
+SHORT = [("llava_onevision", "one device"), ("llava_next_mistral", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
 """Cases of `make test`."""
 
 

@@ -39,6 +39,9 @@ LLMS = (
     "gemma3_text",
     "gemma2",
     "smollm3",
+    "olmo2",
+    "olmo3",
+    "phi3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""

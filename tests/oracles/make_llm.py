@@ -28,6 +28,9 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -145,6 +148,25 @@ FAMILIES: dict[str, Any] = {
         **{**SIZES, "num_hidden_layers": 5},
         **_rope("default", rope_theta=100.0),
         **dict(no_rope_layers=[1, 0, 1, 0, 1], tie_word_embeddings=True, attention_bias=True, pad_token_id=None),
+    ),
+    "olmo2": Olmo2Config(
+        **SIZES, **_rope("default", rope_theta=1000.0), **dict(attention_bias=True, pad_token_id=None)
+    ),
+    "olmo3": Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4},
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+                "attention_factor": 0.1 * float(np.log(4.0)) + 1,
+            },
+        },
+        **dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=None),
+    ),
+    "phi3": Phi3Config(
+        **SIZES,
+        **_rope("default", rope_theta=100.0, partial_rotary_factor=0.5),
+        **dict(sliding_window=9, pad_token_id=None),
     ),
 }
 

@@ -15,10 +15,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -211,6 +212,25 @@ MISTRAL = """\
 """
 
 
+NEXT_MISTRAL = """\
+{% for message in messages %}
+{%- if message['role'] == 'system' %}
+{{- '<<SYS>>\\n' + message['content'][0]['text'] + '\\n<</SYS>>\\n\\n' }}
+{%- elif message['role'] == 'user' %}
+{{- '[INST] ' }}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}
+{{- '<image>\\n' }}
+{%- endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- part['text'] + ' [/INST]' }}
+{%- endfor %}
+{%- else %}
+{{- ' ' + message['content'][0]['text'] + '</s> ' }}
+{%- endif %}
+{%- endfor %}
+"""
+
+
 def tokenizer(special: list[str], **about: Any) -> Any:
     """A byte-level tokenizer with 40 merges, its special tokens behind all others."""
     made = Tokenizer(models.BPE())
@@ -263,6 +283,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 32}}),
     "dinov2_small": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 23}}),
     "vit": ("vit.ViT", {"size": {"height": 32, "width": 32}}),
+    "dinov3": ("", {"size": {"height": 32, "width": 48}}),
     "qwen2_vl": ("qwen2_vl.Qwen2VL", {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 9, "patch_size": 14}),
     "qwen3_vl": (
         "qwen2_vl.Qwen2VL",
@@ -275,14 +296,50 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_onevision.LlavaOnevision",
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
     ),
+    **dict.fromkeys(
+        ("llava_next", "llava_next_mistral"),
+        (
+            "llava_next.LlavaNext",
+            {**CLIP, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]},
+        ),
+    ),
     "gemma3": ("gemma3.Gemma3", {"size": {"height": 48, "width": 48}}),
     "paligemma2": ("siglip.Siglip", {"size": {"height": 28, "width": 28}, "image_seq_length": 16}),
 }
 """By folder, the module and name of the image processor, and its settings."""
 
 
+class Dinov3:
+    """Its processor in ``transformers`` needs torchvision, whose ``resize`` of floats is torch's ``interpolate``."""
+
+    rules: ClassVar = {
+        **{"do_rescale": True, "rescale_factor": 1 / 255, "do_resize": True, "resample": 2, "do_normalize": True},
+        **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "do_center_crop": None},
+        "image_processor_type": "DINOv3ViTImageProcessorFast",
+    }
+
+    def __init__(self, size: dict[str, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Any, return_tensors: str) -> dict[str, np.ndarray]:
+        """Scales to 0 to 1, then resizes, then normalises."""
+        levels = (
+            torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None].float() * self.rules["rescale_factor"]
+        )
+        sides = (self.size["height"], self.size["width"])
+        resized = torch.nn.functional.interpolate(levels, sides, mode="bilinear", align_corners=False, antialias=True)
+        mean, std = (torch.tensor(self.rules[f"image_{name}"])[:, None, None] for name in ("mean", "std"))
+        return {"pixel_values": ((resized - mean) / std).numpy()}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes its rules."""
+        (folder / "preprocessor_config.json").write_text(json.dumps({**self.rules, "size": self.size}, indent=1) + "\n")
+
+
 def image_processor(name: str) -> Any:
     where, settings = RULES[name]
+    if name == "dinov3":
+        return Dinov3(**settings)
     family, cls = where.split(".")
     module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{cls}ImageProcessorPil")(**settings)
@@ -290,7 +347,7 @@ def image_processor(name: str) -> Any:
 
 def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
     """Media [h, w, 3] of an image."""
-    if name == "llava_onevision":
+    if name.startswith(("llava_onevision", "llava_next")):
         return [one.transpose(1, 2, 0) for one in made(image, return_tensors="np")["pixel_values"][0]]
     if name == "siglip2":
         found = made(image, return_tensors="np")
@@ -426,6 +483,23 @@ def wholes() -> dict[str, Any]:
     return found
 
 
+def nexts() -> dict[str, Any]:
+    """Folders of LLaVA-NeXT, of Vicuna and of Mistral, and the dialogues."""
+    found: dict[str, Any] = {}
+    about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    for name, template in (("llava_next", LLAVA), ("llava_next_mistral", NEXT_MISTRAL)):
+        own = tokenizer(
+            ["<unk>", "<s>", "</s>", "<pad>", "<image>"],
+            **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+            begins=True,
+        )
+        made = transformers.LlavaNextProcessor(image_processor(name), own, chat_template=template, **about)
+        made.save_pretrained(HERE / name)
+        config(name, "llava_next", image_token_index=own.convert_tokens_to_ids("<image>"), vision_config={})
+        found[name] = tokens_of(made, images=True, marks=name == "llava_next")
+    return found
+
+
 def gemmas() -> dict[str, Any]:
     """Folders of Gemma 3 and PaliGemma 2, and the dialogues. The latter has no template, and questions and answers."""
     found: dict[str, Any] = {}
@@ -548,7 +622,8 @@ def main() -> None:
             for file, medium in zip(IMAGES, made([pair], return_tensors="np")["pixel_values"], strict=False):
                 values[f"several/{file}"] = medium[0].transpose(1, 2, 0)[::STRIDE, ::STRIDE].astype(np.float32)
     file = HERE / "dialogues.json"
-    found = {**json.loads(file.read_text("utf-8")), **gemmas()} if added else {**wholes(), **gemmas(), **languages()}
+    apart = {**gemmas(), **nexts()}
+    found = {**json.loads(file.read_text("utf-8")), **apart} if added else {**wholes(), **apart, **languages()}
     np.savez_compressed(HERE / "values.npz", **values)
     file.write_text(json.dumps({"versions": versions, **found}, ensure_ascii=False) + "\n")
 

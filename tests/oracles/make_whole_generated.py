@@ -17,6 +17,7 @@ from typing import Any
 
 import make_gemma
 import make_llava
+import make_llava_next
 import make_onevision
 import make_qwen
 import numpy as np
@@ -25,6 +26,7 @@ import transformers
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -79,6 +81,19 @@ def onevision(own: Any) -> Made:
     return made, transformers.LlavaOnevisionProcessor(LlavaOnevisionImageProcessorPil(**settings), own, **about)
 
 
+def llava_next(folder: str) -> Callable[[Any], Made]:
+    def made_of(own: Any) -> Made:
+        settings = rules(folder)
+        about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        template = (PROCESSORS / folder / "chat_template.jinja").read_text()
+        image, side = own.convert_tokens_to_ids("<image>"), settings["crop_size"]["height"]
+        made = make_llava_next.model(304, image, side, 7, settings["image_grid_pinpoints"])
+        images = LlavaNextImageProcessorPil(**settings)
+        return made, transformers.LlavaNextProcessor(images, own, chat_template=template, **about)
+
+    return made_of
+
+
 def qwen(name: str) -> Callable[[Any], Made]:
     def made_of(own: Any) -> Made:
         token = own.convert_tokens_to_ids
@@ -115,6 +130,8 @@ def gemma3(own: Any) -> Made:
 MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "llava": ("llava", llava),
     "llava_onevision": ("llava_onevision", onevision),
+    "llava_next": ("llava_next", llava_next("llava_next")),
+    "llava_next_mistral": ("llava_next_mistral", llava_next("llava_next_mistral")),
     "qwen2_vl": ("qwen2_vl", qwen("qwen2_vl")),
     "qwen2_5_vl": ("qwen2_vl", qwen("qwen2_5_vl")),
     "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),

@@ -136,6 +136,7 @@ def towers(draw: st.DrawFn) -> Changes:
     kind = draw(st.sampled_from(("mlp", "linear")))
     return {
         "vision/ViT.positions": draw(st.sampled_from(LEARNED)),
+        "vision/ViT.registers": draw(st.sampled_from((0, 0, 3))),
         "vision/ViT.interpolate": draw(st.sampled_from(INTERPOLATIONS)),
         "vision/ViT.class_token": draw(st.sampled_from((True, True, False))),
         "vision/ViT.stem_norm": draw(st.booleans()),

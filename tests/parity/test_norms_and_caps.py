@@ -1,5 +1,5 @@
-"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, and layers without positions, as
-in SmolLM3, under layouts and schedules."""
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, layers without positions, as in
+SmolLM3, and norms behind branches alone and of all heads, as in OLMo 2 and 3, under layouts and schedules."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
     return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
 
 
+OLMO3: Changes = {
+    **{"llm/Decoder.layers": 4, "llm/Decoder.pre_norms": False, "llm/Decoder.post_norms": True},
+    **{"llm/Decoder.qk_norm": True, "llm/Decoder.qk_norm_whole": True, "llm/Decoder.window": 6},
+    **{"llm/Decoder.full_every": 2, "llm/Decoder.local_rope_theta": 100.0},
+    "llm/Decoder.norm_eps": 1e-2,  # initial branches are small, and with 1e-5 their norms enlarge rounding
+}
 SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
 NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
 ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
@@ -76,6 +82,17 @@ MATRIX: dict[str, Changes] = {
         "llm/Decoder.head_dim": 0,
         "llm/Decoder.kv_heads": 8,
     },
+}
+MATRIX |= {
+    "a part of each head rotates, cp and tp": layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2)
+    | {"llm/Decoder.rope_share": 0.5, "llm/Decoder.window": 6},
+    "norms behind alone, two stages, zb-h1": OLMO3 | TWO_STAGES | SPLIT,
+    "norms behind alone, cp and tp": OLMO3 | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "norms behind alone, nested, lanes": OLMO3 | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "norms behind alone, more ranks than key heads": OLMO3 | layouts(4, {"dp": 2}, tp=4) | {"llm/Decoder.kv_heads": 2},
+    "norms behind alone, tp with overlap": OLMO3 | layouts(2, {"dp": 2}, tp=2, overlap=True),
+    "norms behind alone, sharded": OLMO3 | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
+    "norms behind alone, adapters": OLMO3 | TWO_STAGES | ADAPTERS,
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
 FAST = "two layers on one device"

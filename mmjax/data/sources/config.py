@@ -71,6 +71,7 @@ class SourceConfig:
     mean, std: of each channel, subtracted and divided by; () = pixels stay in 0 to 1.
     resample: filter with which images are resized, such as "bicubic" or "bilinear". draft: whether large JPEGs are
     decoded at a half, a quarter or an eighth where that is enough, which is faster and changes values a little.
+    rounded: whether levels of resized images are whole numbers, as Pillow makes them, or fractions too (DINOv3).
     white: whether the colour that a file calls transparent becomes white; else it stays, as alpha channels do nothing.
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
@@ -109,6 +110,7 @@ class SourceConfig:
     std: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
     resample: str = "bicubic"
     draft: bool = True
+    rounded: bool = True
     white: bool = False
     pixel_limit: int = 50_000_000
     byte_limit: int = 64 << 20

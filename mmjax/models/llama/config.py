@@ -72,8 +72,11 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       v_head_dim: width of a head's values; 0 means ``nope_head_dim``.
       qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
+      qk_norm_whole: whether that norm is one of all heads together, of queries and of keys (OLMo 2).
       norm_plus_one: whether norms multiply by 1 + their weight, which is initially 0; the gated norm of delta layers
         does not (Qwen3.5, Gemma).
+      pre_norms: whether the inputs of attention, or of the delta rule, and of the mlp are normed; without them
+        ``post_norms`` are the only norms of a layer (OLMo 2).
       post_norms: whether the results of attention, or of the delta rule, and of the mlp have a norm each before they
         are added to the layer's input (Gemma 2 and 3).
       activation: activation of the mlp's gate: ``silu``, ``gelu`` (tanh, Gemma), ``gelu_exact`` or ``quick_gelu``.
@@ -182,7 +185,9 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     norm_plus_one: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"
     scaled_embed: bool = False
@@ -255,6 +260,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         sizes = {"value_width": self.value_width, "soft_cap": self.score_cap}
         check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, **sizes)
         one_of("Decoder.remat", self.remat, REMATS)
+        require(self.pre_norms or self.post_norms, "Decoder.pre_norms", value=False, fix="set Decoder.post_norms too")
         one_of("Decoder.activation", self.activation, ACTIVATIONS)
         self._check_window()
         self._check_rope(self.rotary_width // 2)
@@ -297,6 +303,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
         if not self.rope_sections:
             reasons["rope_interleaved"] = "Decoder.rope_sections=(): there is one number for all pairs"
+        if not self.qk_norm:
+            reasons["qk_norm_whole"] = "Decoder.qk_norm=False: queries and keys have no norm"
         if not (self.window or self.chunk):
             reasons["local_rope_theta"] = "Decoder.window=0: no layer has a window or chunks"
         if not self.kv_rank:

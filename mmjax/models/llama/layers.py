@@ -56,9 +56,12 @@ class _Attention(nnx.Module):
             self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
-        if c.qk_norm:
+        if c.qk_norm and not c.qk_norm_whole:
             self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
             self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+        if c.qk_norm and c.qk_norm_whole:
+            self.q_norm = nnx.Param(_first_scale(c, heads), dims=("heads",))
+            self.k_norm = nnx.Param(_first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
 
 
 class _Mlp(nnx.Module):
@@ -91,14 +94,16 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
 def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
     """Gives a layer its norms, and attention or the delta rule."""
     setattr(layer, mixing, _mixing(c, mixing, rngs))
-    for name in ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
+    before = ("attn_norm", "mlp_norm") if c.pre_norms else ()
+    for name in (*before, *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
         setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
+    """Parameters of one block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
 
-    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm".
+    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm"; without ``Decoder.pre_norms`` no "attn_norm"
+    and no "mlp_norm".
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
@@ -107,7 +112,7 @@ class DecoderLayer(nnx.Module):
 
 
 class ExpertLayer(nnx.Module):
-    """Parameters of one pre-norm block with "experts" in place of the mlp.
+    """Parameters of one block with "experts" in place of the mlp.
 
     With shared experts it has "shared" too, and "shared_gate" if their result has a gate.
     """
@@ -193,7 +198,7 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> Array:
         x = _after_mixing(c, context, x_BTD, p)
-        y = _mlp(c, context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
+        y = _mlp(c, context.axes, p["mlp"], _pre_normed(c, x, p, "mlp_norm"))
         return (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape)
 
     return layer
@@ -209,7 +214,7 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
         x = _after_mixing(c, context, x_BTD, p).reshape(x_BTD.shape)
-        h = _normed(c, x, p["mlp_norm"])
+        h = _pre_normed(c, x, p, "mlp_norm")
         y, sums = apply_experts(router, p["experts"], context, h, losses)
         if c.shared_experts:
             shared = _mlp(c, context.axes, p["shared"], h)
@@ -226,13 +231,18 @@ def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -
     a = p["delta" if is_delta else "attn"]
     # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
     x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
-    h = _normed(c, x, p["attn_norm"])
+    h = _pre_normed(c, x, p, "attn_norm")
     y_BTHK = mixed(c.delta, context, a, h) if is_delta else _attended(c, context, a, h)
     parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
     width = y_BTHK.shape[2] * y_BTHK.shape[3]
     ys = parts.split_gathered(y_BTHK.reshape(*(y_BTHK.shape[:2] if axes.sp else (-1,)), width))
     y = parts.join(row_parallel_of_parts(ys, a["o"], axes, a.get("o_bias")))
     return saved(x + _post_normed(c, y, p, "attn_post_norm"))
+
+
+def _pre_normed(c: DecoderConfig, x: Array, p: Params, name: str) -> Array:
+    """A branch's input after its norm, if it has one."""
+    return _normed(c, x, p[name]) if name in p else x
 
 
 def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
@@ -242,6 +252,13 @@ def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
 
 def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
     return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
+
+
+def _normed_over_heads(c: DecoderConfig, axes: Axes, x_BTHK: Array, scale: Any) -> Array:
+    """One norm of all heads, those of other tp ranks included. A head that several ranks have counts on each."""
+    x_BTF = x_BTHK.reshape(*x_BTHK.shape[:2], -1)
+    y_BTF = rms_norm(x_BTF, scale, c.norm_eps, plus=float(c.norm_plus_one), over=axes.tp)
+    return y_BTF.reshape(x_BTHK.shape)
 
 
 def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[Array, "B T H K"]:
@@ -263,7 +280,9 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Arr
     widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
     q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
-    if c.qk_norm:
+    if c.qk_norm and c.qk_norm_whole:
+        q, k = (_normed_over_heads(c, axes, y, a[f"{name}_norm"]) for name, y in (("q", q), ("k", k)))
+    elif c.qk_norm:
         q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])
     q, k = (rope.rotate(c, y, positions) for y in (q, k))
     if not c.qk_norm:  # whose backward reads the products, which are saved

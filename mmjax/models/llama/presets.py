@@ -91,6 +91,13 @@ _GEMMA3: Mapping[str, object] = {
 }
 """What the language models of Gemma 3 that see images have in common."""
 
+_OLMO2: Mapping[str, object] = {
+    **{"vocab": 100352, "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
+    **{"rope_theta": 500000.0, "norm_eps": 1e-6},
+}
+"""What the models of OLMo 2 have in common."""
+_OLMO2_7B: Mapping[str, object] = {**_OLMO2, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008}
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
     "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
@@ -156,6 +163,20 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "qk_norm": True,
         "rope_theta": 1000000.0,
         "norm_eps": 1e-6,
+    },
+    "olmo2-7b": _OLMO2_7B,
+    "olmo2-13b": {**_OLMO2, "layers": 40, "width": 5120, "heads": 40, "kv_heads": 40, "mlp": 13824},
+    "olmo3-7b": {
+        **_OLMO2_7B,
+        **{"vocab": 100278, "window": 4096, "full_every": 4, "local_rope_theta": 500000.0},
+        **{"rope_scaling": "yarn", "rope_factor": 8.0, "rope_context": 8192},
+    },
+    "phi3-mini-4k": {
+        **{"layers": 32, "width": 3072, "heads": 32, "kv_heads": 32, "mlp": 8192, "vocab": 32064, "window": 2047},
+    },
+    "phi4": {
+        **{"layers": 40, "width": 5120, "heads": 40, "kv_heads": 10, "mlp": 17920, "vocab": 100352},
+        "rope_theta": 250000.0,
     },
     "smollm3-3b": {
         "layers": 36,

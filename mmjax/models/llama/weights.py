@@ -1,7 +1,8 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2, qwen3 and smollm3 (see
-``smollm3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and
+``smollm3_weights``), olmo2 and olmo3 (see ``olmo_weights``), phi3 (see
+``phi3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and
 deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and
 gemma3_text (see ``gemma_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
 without experts. In a composite model Qwen3.5's has M-RoPE too.
@@ -18,7 +19,15 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.delta.config import DELTA_SETTINGS
-from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
+from mmjax.models.llama import (
+    deepseek_weights,
+    expert_weights,
+    gemma_weights,
+    olmo_weights,
+    phi3_weights,
+    qwen35_weights,
+    smollm3_weights,
+)
 from mmjax.models.llama.checks import ROPE_TURNS
 from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, DecoderConfig
 from mmjax.models.llama.folder_defaults import ALONE, DEFAULTS, MROPE, QWEN3_MROPE
@@ -31,6 +40,10 @@ _LATENT = deepseek_weights.DEFAULTS
 _DELTA = qwen35_weights.DEFAULTS
 _GEMMA = gemma_weights.DEFAULTS
 _SMOLLM3 = smollm3_weights.SMOLLM3
+_OLMO = olmo_weights.DEFAULTS
+_PHI3 = phi3_weights.PHI3
+_BY_LAYER = (gemma_weights.GEMMA3, olmo_weights.OLMO3)
+"""Those whose rotary embedding is described for each kind of layer."""
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -51,7 +64,8 @@ def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, such as
     ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor, such as the transpose. Only keys of
-    experts depend on ``model_type``, the folder's; "" is chosen by the settings.
+    experts and of joined products depend on ``model_type``, the folder's; "" is chosen by the settings, with no
+    products joined.
     """
     return tuple(_rows(c, model_type))
 
@@ -66,22 +80,25 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
             yield layer_row(f"{leaf}_bias", f"{key}.bias", layers=layers)
 
     yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
-    yield layer_row("attn_norm", "input_layernorm.weight")
+    if c.pre_norms:
+        yield layer_row("attn_norm", "input_layernorm.weight")
     if c.kv_rank:
         yield from deepseek_weights.attention_rows(c)
     with_attention = qwen35_weights.attention_layers(c)
-    for name in "" if c.kv_rank else "qkvo":
+    joined = tuple(phi3_weights.joined_rows(c)) if model_type == _PHI3 else ()
+    yield from joined
+    for name in "" if c.kv_rank else "o" if joined else "qkvo":
         biased = c.o_bias if name == "o" else c.qkv_bias
         yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=biased, layers=with_attention)
     for name in "qk" if c.qk_norm else "":
         yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=with_attention)
     yield from qwen35_weights.delta_rows(c)
     if c.post_norms:
-        yield from gemma_weights.norm_rows()
+        yield from gemma_weights.norm_rows(c)
     else:
         yield layer_row("mlp_norm", "post_attention_layernorm.weight")
     dense = c.layers - c.expert_layers
-    for name in ("gate", "up", "down") if dense else ():
+    for name in ("down",) if joined else ("gate", "up", "down") if dense else ():
         layers = range(dense) if dense < c.layers else None
         yield from product(f"mlp/{name}", f"mlp.{name}_proj", biased=c.mlp_bias, layers=layers)
     if c.experts:
@@ -149,11 +166,16 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= qwen35_weights.layer_settings(t)
     if kind == _SMOLLM3:
         return values | {"nope_every": smollm3_weights.nope_every(t)} | _rope(kind, t)
+    if kind == _PHI3:
+        return values | phi3_weights.layer_settings(t) | _rope(kind, phi3_weights.without_share(t))
+    if kind in _OLMO:
+        values |= olmo_weights.layer_settings(kind, t)
+        return values | _rope(kind, gemma_weights.with_rope(t) if kind in _BY_LAYER else t)
     if kind in _GEMMA:
         values |= gemma_weights.layer_settings(kind, t)
         if "whole" in hf_config:  # whose value counts, true by default
             values["tied"] = bool(hf_config["whole"].get("tie_word_embeddings", True))
-        return values | _rope(kind, gemma_weights.with_rope(t) if kind == gemma_weights.GEMMA3 else t)
+        return values | _rope(kind, gemma_weights.with_rope(t) if kind in _BY_LAYER else t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
         is_older = kind in MROPE and kind not in QWEN3_MROPE
@@ -163,7 +185,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
 
 def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
     """Whether queries, keys and values, and the attention's output have biases."""
-    if kind in ("mistral", "mixtral", *_LATENT):
+    if kind in ("mistral", "mixtral", _PHI3, *_LATENT):
         return False, False
     if kind == "qwen2_moe":
         return bool(t["qkv_bias"]), False
@@ -354,6 +376,10 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= qwen35_weights.config_entries(c, kind)
     if kind == _SMOLLM3:
         hf_config |= smollm3_weights.config_entries(c)
+    if kind == _PHI3:
+        hf_config |= phi3_weights.config_entries(c)
+    if kind in _OLMO:
+        hf_config |= olmo_weights.config_entries(c, kind)
     if kind in _GEMMA:
         hf_config |= gemma_weights.config_entries(c, kind)
     if kind in ("qwen2", "qwen3"):
@@ -362,7 +388,7 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
         hf_config |= {"max_window_layers": full, "layer_types": kinds}
     rope = _rope_of(c)
-    return hf_config | (gemma_weights.rope_entries(c, rope) if kind == gemma_weights.GEMMA3 else rope)
+    return hf_config | (gemma_weights.rope_entries(c, rope) if kind in _BY_LAYER else rope)
 
 
 def _rope_of(c: DecoderConfig) -> dict[str, Any]:

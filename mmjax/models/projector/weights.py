@@ -13,6 +13,8 @@ from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 _MERGERS = ("qwen2_vl", "qwen2_5_vl", *qwen_weights.QWEN3)
 """Composite models whose projector begins with a norm and is called a merger."""
+_WITH_NEWLINES = ("llava_next", "llava_onevision")
+"""Composite models whose images are cut into tiles."""
 _EPS = 1e-6
 """The epsilon of projectors' norms."""
 _LINEAR: Mapping[str, Mapping[str, tuple[str, View]]] = {
@@ -46,10 +48,10 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = hf_config.get("multimodal_projector_bias", True)
     require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
-    tiled = hf_config.get("model_type") == "llava_onevision"
-    most_tiles = _most_tiles(hf_config) if tiled else 0
+    kind = hf_config.get("model_type")
+    most_tiles = _most_tiles(hf_config) if kind == "llava_onevision" else 0
     values = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "norm": "none"}
-    return values | {"newline": tiled, "most_tiles": most_tiles}
+    return values | {"newline": kind in _WITH_NEWLINES, "most_tiles": most_tiles}
 
 
 def _linear(hf_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from mmjax.configurable import configurable, divides, not_negative, one_of, posi
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
 from mmjax.models.settings import EqualHeads, SquarePatches
 
-INTERPOLATIONS = ("none", "bicubic", "bilinear", "corners")
+INTERPOLATIONS = ("none", "bicubic", "bicubic_smooth", "bilinear", "corners")
 """Methods to resize a learned position table to an image."""
 LEARNED = ("learned2d", "learned2d+axial")
 """Values of ``positions`` with a table."""
-POSITIONS = ("rope2d", "axial", *LEARNED)
+POSITIONS = ("rope2d", "axial", "axial_centres", *LEARNED)
 
 _LARGE: Mapping[str, object] = {
     "layers": 24,
@@ -28,6 +28,19 @@ _LARGE: Mapping[str, object] = {
     "positions": "learned2d",
 }
 """The settings of ViT-L/14, shared by CLIP and DINOv2."""
+
+_DINOV2_GIANT: Mapping[str, object] = {
+    **{"layers": 40, "width": 1536, "heads": 24, "mlp": 4096, "patch": 14, "channels": 3},
+    **{"positions": "learned2d", "grid": 37, "interpolate": "bicubic", "class_token": True, "layer_scale": True},
+    **{"gated": True, "activation": "silu"},
+}
+"""The settings of DINOv2's largest tower; with registers its table is smoothed."""
+
+_DINOV3: Mapping[str, object] = {
+    **{"patch": 16, "channels": 3, "positions": "axial_centres", "grid": 14, "class_token": True, "registers": 4},
+    **{"k_bias": False, "layer_scale": True, "activation": "gelu_exact", "norm_eps": 1e-5},
+}
+"""The settings that the towers of DINOv3 share."""
 
 _SO400M: Mapping[str, object] = {
     "layers": 27,
@@ -79,18 +92,24 @@ class ViTConfig(EqualHeads, SquarePatches):
       channels: image channels.
       merge: side of the square of patches that make one LLM token.
       positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
-        components as in Qwen2-VL, rotate with the row, the others with the column), ``learned2d`` (a table of
-        ``grid``² positions), or ``learned2d+axial`` (both, as in Qwen3-VL).
+        components as in Qwen2-VL, rotate with the row, the others with the column), ``axial_centres`` (as ``axial``,
+        by the place of a patch's centre between the image's edges, of which one is -2π and the other 2π, as in DINOv3),
+        ``learned2d`` (a table of ``grid``² positions), or ``learned2d+axial`` (both, as in Qwen3-VL).
       rope_theta: base of the rotary frequencies.
       grid: side of the table of learned positions in patches: the largest side of an image, unless the table is resized
         (``interpolate``).
       interpolate: method to resize the table to each image: ``none`` (an image reads the upper left corner),
-        ``bicubic``, ``bilinear`` (smoothed where the image has fewer patches, as in SigLIP 2), or ``corners`` (linear,
-        the patches in an image's corners read the corners of the table, as in Qwen3-VL).
+        ``bicubic``, ``bicubic_smooth`` and ``bilinear`` (smoothed where the image has fewer patches, as in DINOv2 with
+        registers and in SigLIP 2), or ``corners`` (linear, the patches in an image's corners read the corners of the
+        table, as in Qwen3-VL).
       class_token: whether a class token, with its own position, precedes each image's patches. Patches attend to it; it
         is not sent to the LLM.
+      registers: learned tokens without positions that precede an image's patches, behind its class token. Patches
+        attend to them; they are not sent to the LLM (Darcet et al., "Vision transformers need registers").
       frames: frames of a patch: of a video so many follow one another, an image is repeated (Qwen2-VL has 2).
       patch_bias: whether the patch embedding has a bias.
+      qkv_bias: whether queries, keys and values have biases.
+      k_bias: whether keys have one beside queries and values, on which attention does not depend; DINOv3 has none.
       norm: ``layer`` or ``rms``.
       stem_norm, last_norm: whether there is a norm behind the embeddings, and behind the last layer.
       norm_eps: epsilon of norms.
@@ -134,6 +153,7 @@ class ViTConfig(EqualHeads, SquarePatches):
         "siglip-so400m-14-224": {**_SO400M, "grid": 16},
         "siglip-so400m-14-384": {**_SO400M, "grid": 27},
         "siglip-so400m-14-896": {**_SO400M, "grid": 64},
+        "dinov2-giant": {**_DINOV2_GIANT},
         "dinov2-large": {
             **_LARGE,
             "grid": 37,
@@ -141,6 +161,12 @@ class ViTConfig(EqualHeads, SquarePatches):
             "class_token": True,
             "layer_scale": True,
             "activation": "gelu_exact",
+        },
+        "dinov2-with-registers-giant": {**_DINOV2_GIANT, "registers": 4, "interpolate": "bicubic_smooth"},
+        "dinov3-vitl16": {**_DINOV3, "layers": 24, "width": 1024, "heads": 16, "mlp": 4096},
+        "dinov3-vith16plus": {
+            **_DINOV3,
+            **{"layers": 32, "width": 1280, "heads": 20, "mlp": 5120, "gated": True, "activation": "silu"},
         },
         "qwen2-vl-7b": {**_QWEN, "mlp": 5120, "activation": "quick_gelu"},
         "qwen2.5-vl-7b": {
@@ -170,8 +196,11 @@ class ViTConfig(EqualHeads, SquarePatches):
     grid: int = 32
     interpolate: str = "none"
     class_token: bool = False
+    registers: int = 0
     frames: int = 1
     patch_bias: bool = True
+    qkv_bias: bool = True
+    k_bias: bool = True
     norm: str = "layer"
     stem_norm: bool = False
     last_norm: bool = True
@@ -187,6 +216,7 @@ class ViTConfig(EqualHeads, SquarePatches):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "grid", "frames", "rope_theta"):
             positive(f"ViT.{name}", getattr(self, name))
+        not_negative("ViT.registers", self.registers)
         positive("ViT.norm_eps", self.norm_eps, 1e-6)
         divides("ViT.heads", self.heads, self.width, "ViT.width")
         one_of("ViT.positions", self.positions, POSITIONS)
@@ -208,25 +238,31 @@ class ViTConfig(EqualHeads, SquarePatches):
         self._check_window()
 
     def idle(self) -> dict[str, str]:
-        """The fields without effect, given the other fields, each with the reason: "rope_theta", "grid" or none, by
-        ``positions``.
+        """The fields without effect, given the other fields, each with the reason: "rope_theta" or "grid" by
+        ``positions``, "k_bias" without ``qkv_bias``, or none.
         """
         read = {"rope_theta": self.rotates, "grid": self.has_table}
-        return {
+        reasons = {
             name: f"ViT.positions={self.positions!r} does not read it" for name, is_read in read.items() if not is_read
         }
+        return reasons | ({} if self.qkv_bias else {"k_bias": "ViT.qkv_bias=False: neither keys nor queries have one"})
 
     def _check_window(self) -> None:
         not_negative("ViT.window", self.window)
         fix = f"must be a multiple of ViT.merge ({self.merge}), such as {4 * self.merge}, or 0"
         require(self.window % self.merge == 0, "ViT.window", self.window, fix)
-        fix = "a class token lies in no window; set ViT.class_token to False or ViT.window to 0"
-        require(not (self.window and self.class_token), "ViT.window", self.window, fix)
+        fix = "class tokens and registers lie in no window; set it to 0, or leave out ViT.class_token and ViT.registers"
+        require(not (self.window and self.special), "ViT.window", self.window, fix)
         ascending = list(self.full_at) == sorted({*self.full_at}) and all(0 <= at < self.layers for at in self.full_at)
         fix = f"must be rising numbers of layers, 0 to {self.layers - 1}"
         require(ascending, "ViT.full_at", self.full_at, fix)
         fix = "no layer has windows; set ViT.window, such as 8, or leave it ()"
         require(self.window > 0 or not self.full_at, "ViT.full_at", self.full_at, fix)
+
+    @property
+    def special(self) -> int:
+        """The number of an image's tokens that are no patches: its class token and registers."""
+        return self.class_token + self.registers
 
     @property
     def has_table(self) -> bool:
@@ -235,7 +271,9 @@ class ViTConfig(EqualHeads, SquarePatches):
 
     @property
     def rotates(self) -> str:
-        """The rotary embedding of queries and keys: "rope2d", "axial", or "" for none."""
+        """The rotary embedding of queries and keys: "rope2d", "axial", "axial_centres", or "" for
+        none.
+        """
         return {"learned2d": "", "learned2d+axial": "axial"}.get(self.positions, self.positions)
 
     @property

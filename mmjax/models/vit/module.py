@@ -38,7 +38,7 @@ class VisionTransformer(Module):
         return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
-        """The patch embedding, class token, learned positions and norm of the first stage, and the norm of the last."""
+        """The patch embedding, special tokens, learned positions and norm of the first stage, and the last norm."""
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class VisionTransformer(Module):
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        """Features of the context's host input "patches", and of class tokens; ``p`` are the parameters of the first
+        """Features of the context's host input "patches", and of special tokens; ``p`` are the parameters of the first
         stage.
         """
         return layers.embed_patches(p, self.config, context)
@@ -67,14 +67,14 @@ class VisionTransformer(Module):
             channels=c.channels,
             frames=c.frames,
             axes=2,
-            special=int(c.class_token),
+            special=c.special,
             longest=c.grid if c.has_table and c.interpolate == "none" else 0,
             bounded_by="ViT.grid",
             boundless="rope2d",
         )
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs for images with these numbers of patches, class tokens not counted.
+        """Forward FLOPs for images with these numbers of patches, class tokens and registers not counted.
 
         Windows at an edge of an image count as full.
         """
