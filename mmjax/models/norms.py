@@ -104,6 +104,13 @@ def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
     return (centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
 
 
+@partial(jax.checkpoint, static_argnums=1)
+def rms_normalise(x_BTD: Array, eps: float) -> Array:
+    """RMSNorm without a scale, in the dtype of ``x_BTD``; statistics in fp32. The residual is ``x_BTD``."""
+    x32 = x_BTD.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
+
+
 @jax.checkpoint
 def scaled(x_BTD: Array, scale_D: Array) -> Array:
     """``x · scale``. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""

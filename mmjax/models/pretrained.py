@@ -96,6 +96,11 @@ _QWEN3_5: Mapping[str, FolderPart] = {
     "projector": FolderPart("", {"visual.merger.": ("model.visual.merger.",)}),
 }
 _GEMMA: Mapping[str, FolderPart] = {**_LLAVA, "projector": FolderPart("", _PROJECTOR)}
+_GEMMA4: Mapping[str, FolderPart] = {
+    "llm": FolderPart("text_config", {"model.": ("model.language_model.",), "lm_head.": ("lm_head.",)}),
+    "image": FolderPart("vision_config", {"": ("model.vision_tower.",)}),
+    "projector": FolderPart("", {"model.embed_vision.": ("model.embed_vision.",)}),
+}
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
@@ -104,6 +109,7 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "paligemma": _GEMMA,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_onevision": {

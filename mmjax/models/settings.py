@@ -108,8 +108,20 @@ class EqualHeads(ModuleSettings):
 
     norm_eps: float = 1e-6
     """The epsilon of norms; a settings class may override it by a field."""
+    bias: bool = True
+    """Whether products have biases; a settings class may override it by a field."""
     k_bias: bool = True
-    """Whether keys have a bias; a settings class may override it by a field."""
+    """Whether keys have a bias, where products have; a settings class may override it by a field."""
+    qk_norm: bool = False
+    """Whether queries and keys of each head are normed; a settings class may override it by a field."""
+    v_norm: bool = False
+    """Whether values of each head are normed; a settings class may override it by a field."""
+    score_width: float = 0.0
+    """The number whose square root divides scores, 0 for a head's width; a settings class may override it by a field."""
+    clipped: bool = False
+    """Whether products bound their inputs and results; a settings class may override it by a field."""
+    post_norms: bool = False
+    """Whether branches end with norms of their own; a settings class may override it by a field."""
 
     @property
     def kv_heads(self) -> int:

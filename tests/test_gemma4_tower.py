@@ -1,0 +1,189 @@
+"""Gemma 4's vision tower and embedder: what transformers computes of images of several sizes, and torch's gradients.
+
+``tests/oracles/make_gemma4_tower.py`` made the folders: one of products with bounds, one of standardised features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from qwen_oracle import MODULES, Oracle, apart, leaf_shapes, stages
+from safetensors.numpy import load_file
+
+from mmjax.data.packing import Packer
+from mmjax.data.types import Sample
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.submesh import Submesh
+from mmjax.models.graph import multimodal
+from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.parameters import join_logical
+from mmjax.models.pretrained import find_pretrained
+from mmjax.models.vit.config import ViTConfig
+from mmjax.reference import encode_image
+from mmjax.weights.folder import WeightsFolder
+from mmjax.weights.parameters import find_leaves
+from mmjax.models.vit.weights import rows, settings, to_hf_config, unused
+from mmjax.weights.table import assemble, expand, match
+
+FOLDERS = Path(__file__).parent / "oracles" / "gemma4_tower"
+KINDS = ("bounded", "standard")
+ALL = pytest.mark.parametrize("kind", KINDS)
+TOWER = ("vision", "vision_projector")
+IMAGES, PLACEHOLDER = 5, 7
+Arrays = dict[str, np.ndarray]
+
+
+@cache
+def oracle(kind: str) -> Oracle:
+    """The tower in front of a language model of the width of the folder's."""
+    folder = WeightsFolder.open(str(FOLDERS / kind))
+    configs = {name: MODULES[name].config(**find_pretrained(MODULES[name], folder.config).fields()) for name in TOWER}
+    llm = DecoderConfig(layers=1, width=16, heads=2, kv_heads=2, head_dim=0, mlp=16, vocab=8)
+    model = multimodal({"vision": configs["vision"]}, llm, projectors={"vision": configs["vision_projector"]})
+    leaves = read(kind, model, folder.tensor)
+    return Oracle(model, leaves, dict(np.load(FOLDERS / kind / "values.npz")))
+
+
+def read(kind: str, model: Any, tensor: Any) -> Arrays:
+    """The tower's leaves from the tensors that a function gives by key."""
+    folder, shapes, leaves = WeightsFolder.open(str(FOLDERS / kind)), leaf_shapes(model), {}
+    for module in TOWER:
+        begins, found = f"{module}/", find_pretrained(MODULES[module], folder.config)
+        places = find_leaves(
+            folder,
+            module,
+            table_of(kind, module, model),
+            {name.removeprefix(begins): shape for name, shape in shapes.items() if name.startswith(begins)},
+            prefixes=found.key_prefixes,
+            other_prefixes=found.other_prefixes,
+        )
+        for name, (key, view) in places.items():
+            shape = shapes[name]
+            if (source := tensor(key)) is not None:
+                leaves[name] = view.read(source, shape, tuple(slice(None) for _ in shape))
+    return leaves
+
+
+def table_of(kind: str, module: str, model: Any) -> Any:
+    folder, node = WeightsFolder.open(str(FOLDERS / kind)), model.nodes["vision"]
+    config = node.config if module == "vision" else node.projector
+    return expand(find_pretrained(MODULES[module], folder.config).rows(config), getattr(config, "layers", 0))
+
+
+def packed(of: Oracle, width: int = 198) -> Arrays:
+    """All images in one row."""
+    images = tuple(of.values[f"image_{number}"] for number in range(IMAGES))
+    spec: Any = replace(of.model.encoders["vision"].module.medium, buckets=((1, width),))
+    count = sum(spec.tokens(*image.shape[:2]) for image in images)
+    packer = Packer(encoders={"vision": spec}, sequence_length=count, microbatches=1, cells=1, pad=0)
+    about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": PLACEHOLDER}}
+    text, weights = np.full(count, PLACEHOLDER, np.int32), np.ones(count, np.float32)
+    batch = packer.microbatch([Sample(tokens=text, loss_weights=weights, media={"vision": images}, **about)], 1)
+    return {**batch.inputs["vision"], "places": batch.inputs["llm"]["vision_index"][0]}
+
+
+def tokens_and_gradients(of: Oracle, tp: int, inputs: Arrays) -> tuple[np.ndarray, Arrays]:
+    """The tokens of all images, and the gradients of the oracle's loss by leaf."""
+    stage, submesh = stages(of.model)["vision"], Submesh.of(Layout(tp=tp), tuple(range(tp)), jax.devices()[:tp])
+    axes, params, specs, own = submesh.axes, {}, {}, {}
+    for part in stage.slices:
+        own[part.module], tree = jax.tree.flatten(part.leaves())
+        named: Any = {leaf: jnp.asarray(value) for leaf, value in of.leaves.items()}
+        params[part.module] = jax.tree.unflatten(tree, join_logical(own[part.module], named))
+        specs[part.module] = jax.tree.unflatten(tree, [leaf.spec(axes) for leaf in own[part.module]])
+    places = inputs["places"]
+    given = {name: inputs[name] for name in stage.inputs}
+
+    def tokens_of(params: Any) -> Any:
+        def body(params: Any, given: Any) -> Any:
+            return stage.give(params, given, stage.forward(params, given, {}, axes, 1)[0], axes)
+
+        out = submesh.spread.activation(inside=True)
+        return jax.shard_map(body, mesh=submesh.mesh, in_specs=(specs, P()), out_specs=out)(params, given)[0, places]
+
+    weights = np.concatenate([of.values[f"weights_{number}"] for number in range(IMAGES)])
+    loss = lambda params: jnp.sum(tokens_of(params) * weights)  # noqa: E731
+    gradients = jax.jit(jax.grad(loss))(params)
+    named = {}
+    for module, leaves in own.items():
+        for leaf, value in zip(leaves, jax.tree.leaves(gradients[module]), strict=True):
+            pieces = [value] if leaf.layers is None else list(value)
+            named |= {name: np.asarray(piece) for name, piece in zip(leaf.names, pieces, strict=True)}
+    return np.asarray(jax.jit(tokens_of)(params)), named
+
+
+def wanted_gradients(kind: str) -> Arrays:
+    theirs = dict(np.load(FOLDERS / kind / "gradients.npz"))
+    return read(kind, oracle(kind).model, lambda key: theirs.get(key))
+
+
+def assert_gradients(got: Mapping[str, Any], kind: str) -> None:
+    """Requires torch's gradients, and none of what is fixed."""
+    want = wanted_gradients(kind)
+    assert len(want) == 42
+    for name, leaf in want.items():
+        assert apart(got[name], leaf) < 4e-5, name
+    fixed = got.keys() - want.keys()
+    assert len(fixed) == (21 if kind == "bounded" else 2)
+    assert not any(np.abs(got[name]).any() for name in fixed)
+
+
+@ALL
+@pytest.mark.parametrize("tp", [1, 2])
+def test_packed_images_have_the_tokens_and_gradients_of_torch(kind: str, tp: int) -> None:
+    of = oracle(kind)
+    tokens, gradients = tokens_and_gradients(of, tp, packed(of))
+    assert apart(tokens, np.concatenate([of.values[f"tokens_{number}"] for number in range(IMAGES)])) < 5e-6
+    assert_gradients(gradients, kind)
+
+
+@ALL
+def test_the_dense_reference_has_them_too(kind: str) -> None:
+    of = oracle(kind)
+    node = of.model.nodes["vision"]
+    assert node.projector
+
+    def loss(leaves: Any) -> Any:
+        total = jnp.zeros(())
+        for number in range(IMAGES):
+            image, projector = of.values[f"image_{number}"], node.projector
+            tokens, _ = encode_image(leaves, "vision", node.config, image, projector=projector)
+            total += jnp.sum(tokens * of.values[f"weights_{number}"])
+        return total
+
+    for number in range(IMAGES):
+        image = of.values[f"image_{number}"]
+        tokens, _ = encode_image(of.leaves, "vision", node.config, image, projector=node.projector)
+        assert apart(tokens, of.values[f"tokens_{number}"]) < 5e-6
+    assert_gradients(jax.grad(loss)({name: jnp.asarray(leaf) for name, leaf in of.leaves.items()}), kind)
+
+
+@ALL
+def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
+    """Bounds, means and scales among them; of a folder of the tower alone too."""
+    of, written = oracle(kind), {}
+    for module in TOWER:
+        leaves = {name.removeprefix(f"{module}/"): leaf for name, leaf in of.leaves.items()}
+        written |= assemble(table_of(kind, module, of.model), leaves)
+    tensors = load_file(FOLDERS / kind / "model.safetensors")
+    wanted = {key: tensor for key, tensor in tensors.items() if not key.startswith("model.language_model.")}
+    assert written.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        np.testing.assert_array_equal(written[key], tensor, strict=True)
+    c = of.model.nodes["vision"].config
+    alone = {key.removeprefix("model.vision_tower.") for key in wanted if "vision_tower" in key}
+    found = match(expand(rows(c, "gemma4_vision"), c.layers), alone, unused(c))
+    assert not found.missing and not found.unexpected
+    theirs = WeightsFolder.open(str(FOLDERS / kind)).config["vision_config"]
+    ours = to_hf_config(c)
+    assert ours == {**{key: theirs.get(key) for key in ours}, "architectures": ["Gemma4VisionModel"]}
+    assert settings(theirs) == {**settings(ours)}
