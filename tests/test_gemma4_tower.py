@@ -18,9 +18,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from qwen_oracle import MODULES, Oracle, apart, leaf_shapes, stages
 from safetensors.numpy import load_file
+from trial_runs import assert_same_tensors, save_untrained, write_tiny
 
+from mmjax.config import load_config
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
+from mmjax.export.folders import export_folders
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.graph import multimodal
@@ -28,7 +31,10 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.parameters import join_logical
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.vit.config import ViTConfig
+from mmjax.parity.engine import check
+from mmjax.recipe import Recipe
 from mmjax.reference import encode_image
+from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
 from mmjax.models.vit.weights import rows, settings, to_hf_config, unused
@@ -131,7 +137,7 @@ def assert_gradients(got: Mapping[str, Any], kind: str) -> None:
     want = wanted_gradients(kind)
     assert len(want) == 42
     for name, leaf in want.items():
-        assert apart(got[name], leaf) < 4e-5, name
+        assert apart(got[name], leaf) < 1e-4, name
     fixed = got.keys() - want.keys()
     assert len(fixed) == (21 if kind == "bounded" else 2)
     assert not any(np.abs(got[name]).any() for name in fixed)
@@ -187,3 +193,61 @@ def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
     ours = to_hf_config(c)
     assert ours == {**{key: theirs.get(key) for key in ours}, "architectures": ["Gemma4VisionModel"]}
     assert settings(theirs) == {**settings(ours)}
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "one device": ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0"),
+    "tp, pp and split backward": (
+        *("llm/Layout.tp=2", "Train.schedule='zb-h1'"),
+        *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.pp=2", "vision/Layout.rank_offset=2"),
+    ),
+    "cp and dp": (
+        *("llm/Layout.tp=1", "llm/Layout.dp=2"),
+        *("vision/Layout.dp=2", "vision/Layout.cp=3", "vision/Layout.rank_offset=2"),
+    ),
+}
+
+
+def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
+    """The tiny configuration, whose tower and projector begin with a folder."""
+    path = write_tiny(folder)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "Packing"))))
+    settings = [f"{module}/Weights.path={str(FOLDERS / kind)!r}" for module in TOWER]
+    settings += ["Data.sequence_length=256", "Train.eval_samples=0", "llm/Decoder.width=16", "Train.steps=2"]
+    return load_config([path], [*settings, *layout])
+
+
+@pytest.mark.long
+@ALL
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
+    """From the folder's values, whose bounds many numbers reach."""
+    # Rounding in an update moves a few numbers over a bound, where the next gradients jump.
+    found = check(configured(tmp_path, kind, LAYOUTS[layout]), steps=1, style="silent")
+    assert found and found.ok, found.numbers()
+
+
+@pytest.mark.long
+@ALL
+def test_training_changes_all_but_bounds_and_standards(kind: str, tmp_path: Path) -> None:
+    """Weights decay, and an export before a step is the folder."""
+    recipe = configured(tmp_path, kind, LAYOUTS["tp, pp and split backward"])
+    fixed = {name: leaf for name, leaf in oracle(kind).leaves.items() if "_bounds" in name or "standard/" in name}
+    assert len(fixed) == (21 if kind == "bounded" else 2) and recipe.model.optimizers["vision"].weight_decay
+    with Trainer(recipe, tmp_path / "run", style="silent") as trainer:
+        trainer.train()
+        after = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+    for name, leaf in oracle(kind).leaves.items():
+        assert np.array_equal(after[name], leaf) == (name in fixed), name
+
+
+@pytest.mark.long
+@ALL
+def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
+    recipe = configured(tmp_path, kind, LAYOUTS["tp, pp and split backward"])
+    save_untrained(recipe, tmp_path / "run")
+    export_folders(tmp_path / "run", tmp_path / "out")
+    assert_same_tensors(tmp_path / "out" / "vision" / "model.safetensors", FOLDERS / kind / "model.safetensors")

@@ -276,6 +276,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
     ),
     "gemma3": ("gemma3.Gemma3", {"size": {"height": 48, "width": 48}}),
+    "gemma4": ("gemma4.Gemma4", {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}),
     "paligemma2": ("siglip.Siglip", {"size": {"height": 28, "width": 28}, "image_seq_length": 16}),
 }
 """By folder, the module and name of the image processor, and its settings."""
@@ -297,6 +298,13 @@ def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
         rows, columns = (int(n) for n in found["spatial_shapes"][0])
         patches = found["pixel_values"][0][: rows * columns].reshape(rows, columns, 8, 8, 3)
         return [patches.transpose(0, 2, 1, 3, 4).reshape(rows * 8, columns * 8, 3)]
+    if name == "gemma4":
+        found, side = made(image, return_tensors="np"), made.patch_size
+        columns, rows = found["image_position_ids"][0].max(axis=0) + 1
+        assert rows * columns == 9 * found["num_soft_tokens_per_image"][0]
+        patches = found["pixel_values"][0][: rows * columns].reshape(rows, columns, side, side, 3)
+        # The model moves pixels from 0 to 1 to -1 to 1 itself.
+        return [2 * (patches.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, 3) - 0.5)]
     if name in ("qwen2_vl", "qwen3_vl"):
         found, side = made(image, return_tensors="np"), made.patch_size
         _, rows, columns = (int(n) for n in found["image_grid_thw"][0])
@@ -305,6 +313,16 @@ def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
         laid = patches[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
         return [laid.reshape(rows * side, columns * side, 3)]
     return [made(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)]
+
+
+def resized(made: Any) -> np.ndarray:
+    """Heights and widths of images, and what Gemma 4's processor makes of them."""
+    rule = importlib.import_module(type(made).__module__).get_aspect_ratio_preserving_size
+    rng, found = np.random.default_rng(0), []
+    for height, width in [*rng.integers(1, 3000, (60, 2)), (1, 900), (900, 1), (3, 8000), (40, 30), (1, 71), (5, 5)]:
+        size = rule(int(height), int(width), made.patch_size, made.max_soft_tokens * 9, made.pooling_kernel_size)
+        found.append((height, width, *size))
+    return np.asarray(found)
 
 
 def text(said: str) -> dict[str, str]:
@@ -543,6 +561,8 @@ def main() -> None:
             for number, medium in enumerate(seen(name, made, load_image(str(HERE / file)))):
                 values[f"{name}/{file}/{number}/shape"] = np.asarray(medium.shape[:2])
                 values[f"{name}/{file}/{number}"] = medium[::STRIDE, ::STRIDE].astype(np.float32)
+        if name == "gemma4":
+            values["gemma4/sizes"] = resized(made)
         if name == "llava_onevision":
             pair = [load_image(str(HERE / file)) for file in IMAGES[:2]]
             for file, medium in zip(IMAGES, made([pair], return_tensors="np")["pixel_values"], strict=False):
