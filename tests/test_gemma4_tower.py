@@ -21,23 +21,25 @@ from safetensors.numpy import load_file
 from trial_runs import assert_same_tensors, save_untrained, write_tiny
 
 from mmjax.config import load_config
+from mmjax.configurable import ConfigError, from_preset
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
 from mmjax.export.folders import export_folders
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
+from mmjax.models.flops import parameter_count
 from mmjax.models.graph import multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.parameters import join_logical
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.vit.config import ViTConfig
+from mmjax.models.vit.weights import rows, settings, to_hf_config, unused
 from mmjax.parity.engine import check
 from mmjax.recipe import Recipe
 from mmjax.reference import encode_image
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
-from mmjax.models.vit.weights import rows, settings, to_hf_config, unused
 from mmjax.weights.table import assemble, expand, match
 
 FOLDERS = Path(__file__).parent / "oracles" / "gemma4_tower"
@@ -195,6 +197,46 @@ def test_tensors_go_in_and_out_bit_for_bit(kind: str) -> None:
     assert settings(theirs) == {**settings(ours)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 16}, "config.json: head_dim=16: mmjax has heads that divide hidden_size (24) equally: 12"),
+        ({"num_key_value_heads": 1}, "config.json: num_key_value_heads=1: mmjax has as many as query heads (2)"),
+        ({"attention_bias": True}, "config.json: attention_bias=True: mmjax has no biases in this tower"),
+        ({"hidden_activation": "relu"}, "config.json: hidden_activation='relu': "),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_type='yarn': "),
+        ({"rms_norm_eps": 1e-5}, "config.json: rms_norm_eps=1e-05: mmjax has 1e-06 alone in the norm of a projector"),
+    ],
+)
+def test_what_a_tower_has_not_is_named(changes: dict[str, Any], message: str) -> None:
+    theirs = dict(WeightsFolder.open(str(FOLDERS / "bounded")).config)
+    theirs["vision_config"] = {**theirs["vision_config"], **changes}
+    with pytest.raises(ConfigError) as refusal:
+        for module in TOWER:
+            find_pretrained(MODULES[module], theirs).fields()
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+_PUBLISHED: Mapping[str, dict[str, Any]] = {
+    "gemma4-e4b": {"use_clipped_linears": True},
+    "gemma4-31b": dict(
+        **dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, head_dim=72),
+        **dict(num_key_value_heads=16, standardize=True, rope_parameters={"rope_theta": 100.0, "rope_type": "default"}),
+    ),
+}
+"""What the ``vision_config`` of published folders says beside the defaults of transformers."""
+COUNTS = {"gemma4-e4b": 167_365_056, "gemma4-31b": 569_550_384}
+"""Parameters of these towers in transformers, buffers included."""
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_presets_are_the_published_towers(preset: str) -> None:
+    c = ViTConfig(**settings({"model_type": "gemma4_vision", **_PUBLISHED[preset]}))
+    assert replace(c, preset=preset) == from_preset(ViTConfig, preset)
+    llm = DecoderConfig(layers=1, width=16, heads=2, kv_heads=2, head_dim=0, mlp=16, vocab=8)
+    assert parameter_count(multimodal({"vision": c}, llm))["vision"] == COUNTS[preset]
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
@@ -241,7 +283,7 @@ def test_training_changes_all_but_bounds_and_standards(kind: str, tmp_path: Path
         trainer.train()
         after = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
     for name, leaf in oracle(kind).leaves.items():
-        assert np.array_equal(after[name], leaf) == (name in fixed), name
+        assert np.array_equal(after[f"params/{name}"], leaf) == (name in fixed), name
 
 
 @pytest.mark.long
@@ -250,4 +292,4 @@ def test_out_of_in_is_the_same_folder(kind: str, tmp_path: Path) -> None:
     recipe = configured(tmp_path, kind, LAYOUTS["tp, pp and split backward"])
     save_untrained(recipe, tmp_path / "run")
     export_folders(tmp_path / "run", tmp_path / "out")
-    assert_same_tensors(tmp_path / "out" / "vision" / "model.safetensors", FOLDERS / kind / "model.safetensors")
+    assert_same_tensors(tmp_path / "out" / "model.safetensors", FOLDERS / kind / "model.safetensors")

@@ -72,6 +72,13 @@ def _rms_norm_backward(eps: float, plus: float, residuals: tuple[Array, Any], dy
     return summed(dx_BTD.astype(x_BTD.dtype), axes), d_handle_D
 
 
+@partial(jax.checkpoint, static_argnums=(1,))
+def unscaled_rms_norm(x_BTD: Array, eps: float) -> Array:
+    """RMSNorm without a scale; statistics in fp32. Its residual is its argument."""
+    x32 = x_BTD.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
+
+
 def _sum_over_tokens(x_BTD: Array) -> Array:
     """The sum over all dimensions but the last."""
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -102,13 +109,6 @@ def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
     x32 = x_BTD.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     return (centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
-
-
-@partial(jax.checkpoint, static_argnums=1)
-def rms_normalise(x_BTD: Array, eps: float) -> Array:
-    """RMSNorm without a scale, in the dtype of ``x_BTD``; statistics in fp32. The residual is ``x_BTD``."""
-    x32 = x_BTD.astype(jnp.float32)
-    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
 
 
 @jax.checkpoint

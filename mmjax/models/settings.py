@@ -117,7 +117,7 @@ class EqualHeads(ModuleSettings):
     v_norm: bool = False
     """Whether values of each head are normed; a settings class may override it by a field."""
     score_width: float = 0.0
-    """The number whose square root divides scores, 0 for a head's width; a settings class may override it by a field."""
+    """The number whose root divides scores, 0 for a head's width; a settings class may override it by a field."""
     clipped: bool = False
     """Whether products bound their inputs and results; a settings class may override it by a field."""
     post_norms: bool = False

@@ -28,7 +28,7 @@ from mmjax.models.layers import (
     split_heads,
 )
 from mmjax.models.module import Block
-from mmjax.models.norms import any_norm, rms_norm, rms_normalise, scaled
+from mmjax.models.norms import any_norm, rms_norm, scaled, unscaled_rms_norm
 
 
 class LayerSizes(Protocol):
@@ -236,7 +236,7 @@ def attend(p: Params, c: LayerSizes, context: Context, h_RTD: Array, rotate: Rot
     if c.qk_norm:
         q, k = rms_norm(q, p["q_norm"], c.norm_eps), rms_norm(k, p["k_norm"], c.norm_eps)
     if c.v_norm:
-        v = rms_normalise(v, c.norm_eps)
+        v = unscaled_rms_norm(v, c.norm_eps)
     q = rotate(q)
     if c.score_width:
         q *= (c.head_width / c.score_width) ** 0.5

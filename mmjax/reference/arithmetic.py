@@ -222,8 +222,9 @@ def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
 
 
 def product(leaves: Arrays, name: str, x_TD: jax.Array) -> jax.Array:
-    """x_TD · weight, plus a bias if there is one: [T, F], with the leaves `name`, such as "vision/layers/000/attn/q", of
-    [D, F], and `name`_bias [F].
+    """x_TD · weight, plus a bias if there is one: [T, F].
+
+    The leaves are `name`, such as "vision/layers/000/attn/q", [D, F], and `name`_bias [F].
 
     With a leaf `name`_bounds [4] the input and the result are between (least, most, least, most), which are constants.
     """

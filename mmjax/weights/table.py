@@ -243,8 +243,8 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
 
 
 def keys_of(key: str, keys: Collection[str]) -> list[str]:
-    """The keys among ``keys`` for which a key of a table stands: of a list all from number 0 on, or all of its names; []
-    if it is not there.
+    """The keys among ``keys`` for which a key of a table stands: of a list all from number 0 on, or those of all names;
+    [] if it is not there.
 
     Such as ["experts.0.up", "experts.1.up"] for "experts.*.up".
     """

@@ -206,7 +206,8 @@ def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
 
     path.touch()  # the library would make a file that only its owner can read
     mode = path.stat().st_mode
-    save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, path, metadata=_METADATA)
+    contiguous = {key: np.ascontiguousarray(tensor).reshape(tensor.shape) for key, tensor in tensors.items()}  # scalars
+    save_file(contiguous, path, metadata=_METADATA)
     path.chmod(mode)
 
 

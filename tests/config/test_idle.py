@@ -188,9 +188,9 @@ READ = {
     "Digits": "images calls digits turns curriculum",
     "Checkpoint": "every keep init_from grace_seconds",
     "Model": "encoders llm generators edges weights",
-    "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias bias qk_norm v_norm "
-    "score_width norm stem_norm last_norm norm_eps post_norms clipped output layer_scale gated activation window attention "
-    "remat",
+    "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias bias qk_norm "
+    "v_norm score_width norm stem_norm last_norm norm_eps post_norms clipped output layer_scale gated activation "
+    "window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "

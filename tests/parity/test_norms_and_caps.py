@@ -1,5 +1,5 @@
-"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, Gemma 4's tower, and layers without
-positions, as in SmolLM3, under layouts and schedules."""
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, its fourth tower, and layers
+without positions, as in SmolLM3, under layouts and schedules."""
 
 from __future__ import annotations
 

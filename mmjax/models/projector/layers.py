@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
-from mmjax.models.norms import any_norm, rms_normalise
+from mmjax.models.norms import any_norm, unscaled_rms_norm
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.transformer import Norm
 
@@ -107,7 +107,7 @@ def project(
     if settings.pool:
         x_RTD, together = pooled(x_RTD, together), 1
     if settings.norm == "rms_plain":
-        x_RTD = rms_normalise(x_RTD, 1e-6)
+        x_RTD = unscaled_rms_norm(x_RTD, 1e-6)
     elif "norm" in p:
         x_RTD = any_norm(x_RTD, p["norm"], plus=float(settings.norm == "rms_plus_one"))
     x_RTD = merged(x_RTD, together)

@@ -52,7 +52,7 @@ class ViTLayer(EncoderLayer):
 
 
 class Standard(nnx.Module):
-    """The parameters "bias" and "scale" ``[D]`` of ``ViT.output = 'standardised'``, initially 0 and 1; fp32 in every dtype."""
+    """The parameters "bias" and "scale" ``[D]`` of ``ViT.output = 'standardised'``, initially 0 and 1, always fp32."""
 
     def __init__(self, c: ViTConfig):
         self.bias = nnx.Param(jnp.zeros(c.width), dims=("embed",), in_fp32=True)

@@ -33,8 +33,8 @@ def learned(
     """Position embeddings of patches, and of class tokens (negative coordinates).
 
     Args:
-      table_ND: the table of ``c.grid``² rows, row by row of the grid, or of ``c.grid`` columns and then ``c.grid`` rows;
-        an array or a handle, with the class token's row first, if there is one.
+      table_ND: the table of ``c.grid``² rows, row by row of the grid, or of ``c.grid`` columns and behind them as many
+        rows; an array or a handle, with the class token's row first, if there is one.
       c: the settings.
       context: the context of the first stage, whose inputs include "positions" [R, T, 2] and "segments".
       like: an array with the dtype of the result of a resized table; otherwise the dtype is that of the table.
