@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.latent import latent_heads
 from mmjax.reference.positions import cut_patches, patch_positions, token_positions
-from mmjax.reference.rotary import local_tables, rotary_magnitude, rotary_tables
+from mmjax.reference.rotary import rotary_magnitude, rotary_tables
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -46,7 +47,7 @@ NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
 def _decoder_layer(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
+    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables | None, masks: Masks | None
 ) -> tuple[jax.Array, RouterSums]:
     prefix = f"llm/layers/{layer:03d}"
     normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
@@ -58,10 +59,25 @@ def _decoder_layer(
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
     normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
-        y_ND, sums = mixture(leaves, prefix, decoder, normed)
+        y_ND, sums = _experts(leaves, prefix, decoder, x_ND, normed)
     else:
         y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
-    return x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND), sums
+    x_ND = x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND)
+    if decoder.layer_scalar:
+        x_ND = x_ND * jax.lax.stop_gradient(leaves[f"{prefix}/layer_scalar"])
+    return x_ND, sums
+
+
+def _experts(
+    leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: jax.Array, normed: jax.Array
+) -> tuple[jax.Array, RouterSums]:
+    """The experts of a layer, with `Decoder.mlp_beside_experts` beside its mlp; `normed` is what an mlp reads."""
+    if not decoder.mlp_beside_experts:
+        return mixture(leaves, prefix, decoder, normed, x_ND)
+    y_ND, sums = mixture(leaves, prefix, decoder, _normed(leaves, f"{prefix}/experts_norm", decoder, x_ND), x_ND)
+    y_ND = _normed(leaves, f"{prefix}/experts_post_norm", decoder, y_ND)
+    of_mlp = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation)
+    return y_ND + _normed(leaves, f"{prefix}/mlp_branch_norm", decoder, of_mlp), sums
 
 
 def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
@@ -73,13 +89,15 @@ def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) 
 
 
 def _attention(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables, masks: Masks | None
+    leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables | None, masks: Masks | None
 ) -> jax.Array:
     prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
-    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
-    magnitude = rotary_magnitude(decoder)
-    if decoder.local_rope_theta and (decoder.window or decoder.chunk) and not is_global:
-        tables, magnitude = local_tables(decoder, length), 1.0
+    is_last = decoder.full_every > 0 and (layer + 1) % decoder.full_every == 0
+    is_global = not (decoder.window or decoder.chunk) or layer < decoder.full_layers or is_last
+    decoder = _of_layer(decoder, is_global=is_global)
+    width, magnitude = decoder.head_width, rotary_magnitude(decoder)
+    if tables is None:
+        tables = rotary_tables(decoder, token_positions(length, ()))
 
     def optional(name: str, *, exists: bool) -> jax.Array | float:
         return leaves[f"{prefix}/{name}"] if exists else 0.0
@@ -93,28 +111,46 @@ def _attention(
             x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, x_NHK)
         if decoder.nope_every and (layer + 1) % decoder.nope_every == 0:
             return x_NHK
-        width = decoder.rotary_width
-        turned = magnitude * rotate_to(x_NHK[..., :width], tables)
-        return jnp.concatenate([turned, x_NHK[..., width:]], axis=-1)
+        rotated_width = decoder.rotary_width
+        turned = magnitude * rotate_to(x_NHK[..., :rotated_width], tables)
+        return jnp.concatenate([turned, x_NHK[..., rotated_width:]], axis=-1)
 
     gate = None
     if decoder.kv_rank:
         q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
     else:
-        q, k, v = heads("q", decoder.heads), heads("k", decoder.kv_heads), heads("v", decoder.kv_heads)
+        q, k = heads("q", decoder.heads), heads("k", decoder.kv_heads)
+        v = k if decoder.keys_as_values else heads("v", decoder.kv_heads)
+        if decoder.v_norm:
+            v = rms_norm(jnp.ones(width), v, decoder.norm_eps)
         if decoder.attention_gate:
-            q, gate = q[..., : decoder.head_width], q[..., decoder.head_width :].reshape(length, -1)
+            q, gate = q[..., :width], q[..., width:].reshape(length, -1)
         q, k = rotated("q", q), rotated("k", k)
     if decoder.score_width:
-        q = q * (decoder.head_width / decoder.score_width) ** 0.5
+        q = q * (width / decoder.score_width) ** 0.5
     if masks is None:
         window = 0 if is_global else decoder.window
         mixed = softmax_attention(q, k, v, causal=True, window=window, cap=decoder.score_cap)
     else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)], cap=decoder.score_cap)
+        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[is_global], cap=decoder.score_cap)
     if gate is not None:
         mixed = mixed / (1 + jnp.exp(-gate))
     return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
+
+
+def _of_layer(decoder: DecoderConfig, *, is_global: bool) -> DecoderConfig:
+    """The settings of the heads and the rotation of a layer without, or with, a window or chunks."""
+    changes: dict[str, Any] = {"global_head_dim": 0, "global_kv_heads": 0}
+    if is_global:
+        changes["head_dim"] = decoder.global_head_dim or decoder.head_dim
+        changes["kv_heads"] = decoder.global_kv_heads or decoder.kv_heads
+        return dataclasses.replace(decoder, **changes)
+    changes["keys_as_values"] = False
+    if decoder.local_rope_theta:
+        changes |= {"rope_theta": decoder.local_rope_theta, "local_rope_theta": 0.0, "rope_scaling": "none"}
+        changes |= {"rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
+        changes["rope_share"] = 1.0 if decoder.rope_scaling == "proportional" else decoder.rope_share
+    return dataclasses.replace(decoder, **changes)
 
 
 Masks = tuple[jax.Array, jax.Array]
@@ -140,8 +176,6 @@ def _hidden(
 
     `added_ND` is added to the embeddings.
     """
-    if tables is None:
-        tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
     x_ND = leaves["llm/embed"][tokens_N] * (decoder.width**0.5 if decoder.scaled_embed else 1.0) + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)

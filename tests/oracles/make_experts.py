@@ -33,11 +33,14 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "gemma3_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
 )
 LAYERS = {
     "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
     "qwen3_5_moe_text": ("layers.0.",),
     **dict.fromkeys(("gemma3_text", "gemma2"), ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")),
+    **dict.fromkeys(("gemma4_text", "gemma4_moe"), ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")),
 }
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5

@@ -38,6 +38,8 @@ LLMS = (
     "qwen3_5_text",
     "gemma3_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
     "smollm3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"

@@ -32,14 +32,14 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike, see ``LayerRun``."""
+        """Its groups of layers: runs of layers that are alike, see ``runs.LayerRun``."""
         c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(
                 run.count,
                 partial(
                     layers.ExpertLayer if run.has_experts else layers.DecoderLayer,
-                    c,
+                    c.shaped(run),
                     "delta" if run.is_delta else "attn",
                 ),
                 partial(layers.expert_block if run.has_experts else layers.block, c.of_run(run)),
