@@ -261,7 +261,8 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
         check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, **sizes)
         if self.global_head_dim or self.global_kv_heads:
             self._check_global()
-            check_backend("Decoder", self.attention, self.global_head_dim or self.head_width, 0, kind, **sizes)
+            width = self.global_head_dim or self.head_width
+            check_backend("Decoder", self.attention, width, 0, kind, soft_cap=self.score_cap)
         one_of("Decoder.remat", self.remat, REMATS)
         one_of("Decoder.activation", self.activation, ACTIVATIONS)
         self._check_window()
@@ -397,10 +398,9 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
 
     @property
     def rotated_pairs(self) -> int:
-        """The number of a head's pairs of components whose frequency is not 0."""
-        return (
-            int(self.rope_share * self.head_width / 2) if self.rope_scaling == PROPORTIONAL else self.rotary_width // 2
-        )
+        """The number of pairs of components whose frequency is not 0, of a head of layers without the window."""
+        width = self.global_head_dim or self.rotary_width
+        return int(self.rope_share * width / 2) if self.rope_scaling == PROPORTIONAL else width // 2
 
     @property
     def value_width(self) -> int:
