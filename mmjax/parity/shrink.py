@@ -225,6 +225,8 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "width": width}
         sizes |= _latent(c) if c.kv_rank else {"head_dim": _head_dim(c)}
         sizes |= _global_heads(c, sizes["heads"], tp)
+        if c.score_width:  # of scores that are hardly divided a softmax would make much of rounding errors
+            sizes["score_width"] = max(c.score_width, 0.75 * _HEAD)
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
     if c.delta_heads and "heads" in sizes:

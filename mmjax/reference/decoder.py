@@ -47,7 +47,13 @@ NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
 def _decoder_layer(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables | None, masks: Masks | None
+    leaves: Arrays,
+    layer: int,
+    decoder: DecoderConfig,
+    x_ND: jax.Array,
+    tables: Tables | None,
+    masks: Masks | None,
+    earlier: KeysByKind,
 ) -> tuple[jax.Array, RouterSums]:
     prefix = f"llm/layers/{layer:03d}"
     normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
@@ -55,7 +61,7 @@ def _decoder_layer(
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
         y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
-        y_ND = _attention(leaves, layer, decoder, normed, tables, masks)
+        y_ND = _attention(leaves, layer, decoder, normed, tables, masks, earlier)
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
     normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
@@ -89,8 +95,17 @@ def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) 
 
 
 def _attention(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables | None, masks: Masks | None
+    leaves: Arrays,
+    layer: int,
+    decoder: DecoderConfig,
+    normed: jax.Array,
+    tables: Tables | None,
+    masks: Masks | None,
+    earlier: KeysByKind,
 ) -> jax.Array:
+    """The output of a layer's attention. `earlier` has the keys and values of the last layer of each kind, which the
+    last `Decoder.kv_shared_layers` read; others put theirs there.
+    """
     prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
     is_last = decoder.full_every > 0 and (layer + 1) % decoder.full_every == 0
     is_global = not (decoder.window or decoder.chunk) or layer < decoder.full_layers or is_last
@@ -119,13 +134,16 @@ def _attention(
     if decoder.kv_rank:
         q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
     else:
-        q, k = heads("q", decoder.heads), heads("k", decoder.kv_heads)
-        v = k if decoder.keys_as_values else heads("v", decoder.kv_heads)
-        if decoder.v_norm:
-            v = rms_norm(jnp.ones(width), v, decoder.norm_eps)
+        q = heads("q", decoder.heads)
         if decoder.attention_gate:
             q, gate = q[..., :width], q[..., width:].reshape(length, -1)
-        q, k = rotated("q", q), rotated("k", k)
+        q = rotated("q", q)
+        if layer < decoder.layers - decoder.kv_shared_layers:
+            k = heads("k", decoder.kv_heads)
+            v = k if decoder.keys_as_values else heads("v", decoder.kv_heads)
+            v = rms_norm(jnp.ones(width), v, decoder.norm_eps) if decoder.v_norm else v
+            earlier[is_global] = rotated("k", k), v
+        k, v = earlier[is_global]
     if decoder.score_width:
         q = q * (width / decoder.score_width) ** 0.5
     if masks is None:
@@ -153,6 +171,8 @@ def _of_layer(decoder: DecoderConfig, *, is_global: bool) -> DecoderConfig:
     return dataclasses.replace(decoder, **changes)
 
 
+KeysByKind = dict[bool, tuple[jax.Array, jax.Array]]
+"""Keys and values [N, G, K] of the last layer without a window (True) and with one (False)."""
 Masks = tuple[jax.Array, jax.Array]
 """Masks of layers with a window or chunks and of layers without, see `masks.masks_of`."""
 Loads = Mapping[str, jax.Array]
@@ -180,10 +200,11 @@ def _hidden(
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
+    earlier: KeysByKind = {}
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
+        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks, earlier)
         sums += layer_sums
     return calls("after", _normed(leaves, "llm/norm", decoder, x_ND)), sums
 

@@ -85,6 +85,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.local_rope_theta": ("5.0", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.global_head_dim": ("32", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.kv_shared_mlp": (
+        "40",
+        (),
+        (*("llm/Decoder.kv_shared_layers=1", "llm/Layout.pp=1", "llm/Layout.tp=1"), *ONE),
+    ),
     "llm/Decoder.global_kv_heads": ("4", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.window": ("8", ("llm/Decoder.mask='all sees all everywhere'",), ()),
     "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
@@ -196,8 +201,8 @@ READ = {
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "v_norm keys_as_values norm_plus_one post_norms layer_scalar activation scaled_embed score_width score_cap "
-    "logit_cap attention_gate delta_heads mask "
+    "v_norm kv_shared_layers keys_as_values norm_plus_one post_norms layer_scalar activation scaled_embed score_width "
+    "score_cap logit_cap attention_gate delta_heads mask "
     "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "

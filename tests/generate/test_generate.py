@@ -42,6 +42,7 @@ LLMS = (
     "gemma2",
     "gemma4_text",
     "gemma4_moe",
+    "gemma4_shared",
     "gemma3_text",
     "smollm3",
 )

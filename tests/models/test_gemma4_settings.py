@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from mmjax.configurable import ConfigError, from_preset
+from mmjax.mesh.layout import Layout
 from mmjax.models.families import module_of
 from mmjax.models.llama.config import DecoderConfig
-from mmjax.models.llama.weights import rows, settings, to_hf_config
+from mmjax.models.llama.weights import rows, settings, to_hf_config, unused
+from mmjax.weights.table import match
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 ROPE = {
@@ -68,6 +70,8 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_
         EXPERTS,
         {"attention_k_eq_v": False, "num_global_key_value_heads": 1},
         {"num_global_key_value_heads": 1, "final_logit_softcapping": None, "attention_bias": True},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False},
+        {"num_kv_shared_layers": 1},
         {"layer_types": [FULL] * 4, "tie_word_embeddings": False},
         {"global_head_dim": 8, "hidden_activation": "gelu"},
         {"rope_parameters": {**ROPE, FULL: {**ROPE[FULL], "factor": 2.0, "partial_rotary_factor": 0.5}}},
@@ -96,9 +100,43 @@ def test_layers_without_a_window_have_no_values_of_their_own() -> None:
     assert values == [(0, 2)]
 
 
+def test_layers_that_read_the_keys_of_others_have_none() -> None:
+    c = of(num_hidden_layers=8, layer_types=[LOCAL, FULL] * 4, num_kv_shared_layers=3, attention_k_eq_v=False)
+    assert c.key_sources == (3, 4)
+    with_keys = {row.layers for row in rows(c) if row.leaf.endswith(("/k", "/v", "/k_norm"))}
+    assert with_keys == {(0, 1, 2, 3, 4)}
+    keys = [f"model.layers.{layer}.self_attn.{name}" for layer in (4, 5) for name in ("k_proj.weight", "v_norm.weight")]
+    assert match((), keys, unused(c)).unexpected == tuple(keys[:2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "message"),
+    [
+        (
+            {},
+            {"pp": 2},
+            "llm/Layout.layers=(4, 4): layers from 3 on share keys and values (llm/Decoder.kv_shared_layers",
+        ),
+        ({}, {"pp": 2, "layers": (5, 3)}, "llm/Layout.layers=(5, 3): layers from 3 on share keys and values"),
+        ({"full_every": 8}, {}, "llm/Decoder.kv_shared_layers=3: layers with a window and layers without need one"),
+        ({"kv_shared_layers": 8}, {}, "llm/Decoder.kv_shared_layers=8: the first layers have the keys that these read"),
+        ({"layers": 3, "kv_shared_layers": 1}, {"pp": 3}, "llm/Layout.layers=(1, 1, 1): layers from 0 on share keys"),
+    ],
+)
+def test_layers_lie_in_a_stage_with_those_whose_keys_they_read(
+    changes: dict[str, Any], layout: dict[str, Any], message: str
+) -> None:
+    c = DecoderConfig(**{**dict(layers=8, window=6, full_every=2, kv_shared_layers=3), **changes})
+    with pytest.raises(ConfigError) as error:
+        c.check("llm", Layout(**layout))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    replace(c, layers=8, kv_shared_layers=3, full_every=2).check("llm", Layout(pp=2, layers=(3, 5)))
+
+
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
+        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4: mmjax has no inputs of each layer"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all': mmjax reads Gemma 4 as"),
         ({"layer_types": [LOCAL, FULL, FULL, FULL]}, "layer_types=['sliding_attention', 'full_attention',"),
         ({"layer_types": [FULL, LOCAL] * 2}, "layer_types=['full_attention', 'sliding_attention',"),

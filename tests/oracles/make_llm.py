@@ -162,6 +162,10 @@ FAMILIES: dict[str, Any] = {
         **GEMMA4,
         **dict(attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=12),
     ),
+    "gemma4_shared": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4},
+        **dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
+    ),
 }
 
 
@@ -198,10 +202,11 @@ def values(model: Any, sequences: list[np.ndarray]) -> dict[str, np.ndarray]:
     for tokens in sequences:
         ids = torch.from_numpy(tokens)[None].long()
         with torch.no_grad():
-            hidden = model.model(input_ids=ids).last_hidden_state
+            # Without further outputs transformers slices inputs of Gemma 4's layers that may be None.
+            hidden = model.model(input_ids=ids, output_hidden_states=True).last_hidden_state
             logits, cap = model.lm_head(hidden), getattr(model.config, "final_logit_softcapping", None)
             logits = torch.tanh(logits / cap) * cap if cap else logits
-        assert torch.equal(logits, model(input_ids=ids).logits)
+        assert torch.equal(logits, model(input_ids=ids, output_hidden_states=True).logits)
         chosen = torch.log_softmax(logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
         for name, value in (("hidden", hidden[0]), ("logits", logits[0]), ("logprobs", chosen)):
             found[name].append(value.detach().numpy())

@@ -25,7 +25,7 @@ DENSE: Changes = {
     "llm/Decoder.scaled_embed": True,
     "llm/Decoder.activation": "gelu",
     "llm/Decoder.tied": True,
-    "llm/Decoder.score_width": 1.0,
+    "llm/Decoder.score_width": 4.0,
     "llm/Decoder.logit_cap": 2.0,
     "llm/Decoder.window": 6,
     "llm/Decoder.full_every": 2,
@@ -40,6 +40,12 @@ EXPERTS: Changes = DENSE | {
     "llm/Decoder.router_norm": True,
     "llm/Decoder.expert_scale": True,
     "llm/Decoder.balance_loss": 0.1,
+}
+
+SHARED: Changes = DENSE | {
+    "llm/Decoder.layers": 6,
+    "llm/Decoder.kv_shared_layers": 3,
+    "llm/Decoder.kv_shared_mlp": 80,
 }
 
 
@@ -68,6 +74,14 @@ MATRIX: dict[str, Changes] = {
     "experts, three-phase": EXPERTS | layouts(0, {"tp": 2}, pp=2, tp=2) | THREE,
     "experts, adapters": EXPERTS | TWO_STAGES | ADAPTERS,
     "experts, sharded parameters": EXPERTS | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
+    "shared keys, zb-h1": SHARED | TWO_STAGES | SPLIT | {"llm/Layout.layers": (1, 5)},
+    "shared keys, cp and tp": SHARED | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "shared keys, cp by rings": SHARED | layouts(4, {"dp": 2}, cp=2, cp_way="ring"),
+    "shared keys, nested": SHARED | layouts(0, {"tp": 2}, pp=2, tp=2, layers=(1, 5)) | NESTED,
+    "shared keys, recomputed, unrolled": SHARED
+    | layouts(2, {"dp": 2}, tp=2)
+    | {"llm/Decoder.remat": "full", "Train.unroll": True},
+    "shared keys, adapters": SHARED | TWO_STAGES | ADAPTERS | {"llm/Layout.layers": (1, 5)},
     "two layers on one device": EXPERTS | layouts(0, {}) | {"llm/Decoder.layers": 2},
 }
 FAST = "two layers on one device"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from mmjax.attention.language import Rules
 from mmjax.configurable import divides, one_of, positive, require
+from mmjax.mesh.layout import Layout, split_layers
+from mmjax.models.llama.runs import LayerKinds
 
 ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """Default ``rope_turns`` of the scalings that read them."""
@@ -14,37 +16,22 @@ ROPE_SCALINGS = ("none", "linear", "proportional", *ROPE_TURNS)
 ROUTERS = ("softmax", "sigmoid")
 
 
-class DecoderChecks:
-    """Checks of settings of ``DecoderConfig``, whose fields these annotations repeat; each raises `ConfigError`."""
+class DecoderChecks(LayerKinds):
+    """Checks of settings of ``DecoderConfig``, whose fields annotations repeat; each raises `ConfigError`."""
 
-    layers: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    global_head_dim: int
-    global_kv_heads: int
     rotated_pairs: int
     activation: str
     mask: str
-    window: int
-    chunk: int
-    full_layers: int
-    full_every: int
     rope_theta: float
-    local_rope_theta: float
-    nope_every: int
-    rope_share: float
-    rope_scaling: str
     rope_factor: float
     rope_context: int
     rope_turns: tuple[float, ...]
     rope_sections: tuple[int, ...]
     rope_interleaved: bool
-    experts: int
     experts_per_token: int
     shared_experts: int
     shared_gate: bool
-    dense_layers: int
     router: str
     router_groups: int
     router_group_limit: int
@@ -121,6 +108,25 @@ class DecoderChecks:
         require(not (value and self.rope_sections), "Decoder.global_head_dim", value, fix)
         if self.global_kv_heads:
             divides("Decoder.global_kv_heads", self.global_kv_heads, self.heads, "Decoder.heads")
+
+    def _check_sharing(self, count_name: str, layers_name: str, layout: Layout) -> None:
+        """Requires that layers without keys of their own lie in one stage with those whose keys they read.
+
+        ``count_name`` and ``layers_name`` are the names of ``kv_shared_layers`` and of ``Layout.layers`` in messages.
+        """
+        count, layers, sources = self.kv_shared_layers, self.layers, self.key_sources
+        fix = f"the first layers have the keys that these read, and there are {layers} layers; use {layers - 1} or less"
+        require(count < layers, count_name, count, fix)
+        kinds = {self.is_local(at) for at in range(layers)}
+        fix = "layers with a window and layers without need one before them with keys of their own; use fewer"
+        require(len(sources) == len(kinds), count_name, count, fix)
+        first, runs = sources[0], layout.runs(layers)
+        cuts = [run.start for run in runs if run.start > first]
+        before = split_layers(first, layout.stages - 1) if first >= layout.stages - 1 > 0 else ()
+        example = (*map(len, before), layers - first)
+        fix = f"layers from {first} on share keys and values ({count_name}={count}), and a stage begins at layer "
+        fix += f"{cuts[0] if cuts else 0}; use " + (f"{example}" if before else f"at most {first + 1} stages")
+        require(not cuts, layers_name, tuple(map(len, runs)), fix)
 
     def _check_experts(self) -> None:
         """Requires that settings of router and experts fit one another."""

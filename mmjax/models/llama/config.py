@@ -15,7 +15,7 @@ from mmjax.models.choices import ACTIVATIONS, REMATS
 from mmjax.models.delta.config import DELTA_SETTINGS, DeltaSizes
 from mmjax.models.llama.checks import ROPE_TURNS, DecoderChecks
 from mmjax.models.llama.presets import PRESETS
-from mmjax.models.llama.runs import PROPORTIONAL, LayerKinds, LayerRun
+from mmjax.models.llama.runs import PROPORTIONAL, LayerRun
 from mmjax.models.settings import ModuleSettings
 
 EXPERT_SETTINGS = (
@@ -30,7 +30,7 @@ _NOT_NEGATIVE = (
     *("router_bias_rate", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
-    *("z_loss", "nope_every", "global_head_dim", "global_kv_heads"),
+    *("z_loss", "nope_every", "global_head_dim", "global_kv_heads", "kv_shared_layers", "kv_shared_mlp"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -38,7 +38,7 @@ LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "ro
 
 @configurable("Decoder")
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
+class DecoderConfig(DecoderChecks, ModuleSettings):
     """A language model.
 
     Attributes:
@@ -47,6 +47,10 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
       head_dim: width of one head; 0 means width / heads.
       global_head_dim, global_kv_heads: width of one head, and key/value heads, of layers without the window and chunks;
         0 means as in other layers (Gemma 4).
+      kv_shared_layers: number of last layers without keys and values of their own: they read those of the last layer
+        before them of their kind, with or without the window (Gemma 4 E2B). A pipeline stage with one of them has these
+        layers too.
+      kv_shared_mlp: hidden units of the mlp of these layers; 0 means as in other layers.
       vocab: vocabulary size; 0 means the tokenizer's.
       kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
         token's keys and values are products of a normed latent of this width, and each head has a key of its own
@@ -158,7 +162,15 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
-    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "global_kv_heads", "mlp", "width", "delta_heads")
+    divided_by_tp: ClassVar[tuple[str, ...]] = (
+        "heads",
+        "kv_heads",
+        "global_kv_heads",
+        "mlp",
+        "kv_shared_mlp",
+        "width",
+        "delta_heads",
+    )
     divided_by_expert_tp: ClassVar[tuple[str, ...]] = ("expert_mlp",)
     replicable: ClassVar[tuple[str, ...]] = ("kv_heads", "global_kv_heads")
 
@@ -170,6 +182,8 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
     head_dim: int = 0
     global_head_dim: int = 0
     global_kv_heads: int = 0
+    kv_shared_layers: int = 0
+    kv_shared_mlp: int = 0
     kv_rank: int = 0
     q_rank: int = 0
     nope_head_dim: int = 0
@@ -280,6 +294,8 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
         fix = f"delta layers ({setting_name(name, self, 'delta_heads')}) go from token to token; set it to 'contiguous'"
         is_in_order = layout.cp == 1 or layout.cp_tokens == "contiguous"
         require(is_in_order or not self.needs_order, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
+        if self.kv_shared_layers:
+            self._check_sharing(setting_name(name, self, "kv_shared_layers"), f"{name}/Layout.layers", layout)
 
     def check_media(self, name: str, media: Sequence[str]) -> None:
         """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
@@ -316,6 +332,8 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
             reasons |= dict.fromkeys(("rope_mscale", "rope_mscale_all"), reason)
         if not self.delta_heads:
             reasons |= dict.fromkeys(DELTA_SETTINGS, "Decoder.delta_heads=0: there are no delta layers")
+        if not self.kv_shared_layers:
+            reasons["kv_shared_mlp"] = "Decoder.kv_shared_layers=0: all layers have keys and values of their own"
         if not self.experts:
             reasons |= dict.fromkeys(EXPERT_SETTINGS, "Decoder.experts=0: there are no experts")
         elif not self.router_bias:
@@ -371,6 +389,16 @@ class DecoderConfig(DecoderChecks, LayerKinds, ModuleSettings):
     def shared_width(self) -> int:
         """Hidden units of all shared experts."""
         return self.shared_experts * self.expert_width
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether layers with these settings, those of a run, read the keys and values of another layer."""
+        return self.kv_shared_layers >= self.layers
+
+    @property
+    def has_values(self) -> bool:
+        """Whether layers with these settings, those of a run, have a product for values."""
+        return not (self.keys_as_values or self.reads_keys)
 
     @property
     def needs_order(self) -> bool:

@@ -49,11 +49,19 @@ _BRANCH_NORMS = {
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def value_layers(c: DecoderConfig, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Those of a decoder's ``layers`` with attention, ``None`` for all, that have a product for values."""
-    if not c.keys_as_values:
+def layers_with(name: str, c: DecoderConfig, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Those of a decoder's ``layers`` with attention, ``None`` for all, that have the product ``name``, such as "k"."""
+    if name in ("q", "o") or not (c.kv_shared_layers or (c.keys_as_values and name == "v")):
         return layers
-    return tuple(layer for layer in (range(c.layers) if layers is None else layers) if c.is_local(layer))
+    own = range(c.layers - c.kv_shared_layers)
+    at_all = own if layers is None else (layer for layer in layers if layer in own)
+    return tuple(layer for layer in at_all if name == "k" or not c.keys_as_values or c.is_local(layer))
+
+
+def unused(c: DecoderConfig) -> tuple[str, ...]:
+    """Regular expressions for keys of products that published folders have in layers that read the keys of others."""
+    layers = "|".join(str(layer) for layer in range(c.layers - c.kv_shared_layers, c.layers))
+    return (rf"layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.\w+",) if layers else ()
 
 
 def expert_rows(c: DecoderConfig) -> Iterator[Row]:
@@ -87,8 +95,9 @@ def layer_settings(t: Json) -> dict[str, Any]:
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
     fix = "mmjax reads Gemma 4 as a causal model of text"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
-    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
-        require(not t[name], f"config.json: {name}", t[name], "mmjax has no such layers yet; it has to be 0")
+    per_layer = t["hidden_size_per_layer_input"]
+    fix = "mmjax has no inputs of each layer beside the embedding; it has to be 0"
+    require(not per_layer, "config.json: hidden_size_per_layer_input", per_layer, fix)
     window = _window(t)
     values = {
         "post_norms": True,
@@ -103,6 +112,8 @@ def layer_settings(t: Json) -> dict[str, Any]:
         **window,
         **_heads(t, has_local=window["window"] > 0),
         **_rope(t, has_local=window["window"] > 0),
+        "kv_shared_layers": t["num_kv_shared_layers"],
+        "kv_shared_mlp": 2 * t["intermediate_size"] if t["use_double_wide_mlp"] and t["num_kv_shared_layers"] else 0,
     }
     return values | (_experts(t) if t["enable_moe_block"] else {})
 
@@ -195,7 +206,8 @@ def config_entries(c: DecoderConfig) -> dict[str, Any]:
         "global_head_dim": c.global_head_dim or c.head_width,
         "num_global_key_value_heads": c.global_kv_heads or None,
         "attention_k_eq_v": c.keys_as_values,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": c.kv_shared_layers,
+        "use_double_wide_mlp": c.kv_shared_mlp == 2 * c.mlp,
         "hidden_size_per_layer_input": 0,
         "enable_moe_block": c.experts > 0,
         "rope_parameters": {

@@ -47,20 +47,23 @@ class _Attention(nnx.Module):
         init, heads, kv = nnx.initializers.lecun_normal(), c.heads * c.head_width, c.kv_heads * c.head_width
         queries = heads * (2 if c.attention_gate else 1)
         self.q = nnx.Param(init(rngs.params(), (c.width, queries)), dims=("embed", "heads"))
-        self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
-        if not c.keys_as_values:
+        if not c.reads_keys:
+            self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        if c.has_values:
             self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)), dims=("heads", "embed"))
         if c.qkv_bias:
             self.q_bias = nnx.Param(jnp.zeros(queries), dims=("heads",))
-            self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
-            if not c.keys_as_values:
+            if not c.reads_keys:
+                self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if c.has_values:
                 self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if c.qk_norm:
             self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
-            self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+            if not c.reads_keys:
+                self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
 
 
 class _Mlp(nnx.Module):
@@ -272,30 +275,37 @@ def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[
     q, k, v, *gate = latent_heads(c, context, p, h) if c.kv_rank else _heads(c, context, p, h)
     if c.score_width:
         q *= (c.head_width / c.score_width) ** 0.5
-    y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
+    if c.reads_keys:
+        y_BTHK = context.attend_shared(q, soft_cap=c.score_cap)
+    else:
+        y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
     return y_BTHK * jax.nn.sigmoid(gate[0]) if gate else y_BTHK
 
 
-def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, ...]:
+def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any, ...]:
     """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, values ``[B, T, G, K]``, and with
     ``Decoder.attention_gate`` the gate of each number of the output.
+
+    In layers that read the keys of another one, keys and values are ``None``.
     """
     a: Any = p
     axes, positions = context.axes, context.tokens.positions
-    names = "qk" if c.keys_as_values else "qkv"
+    names = "q" if c.reads_keys else "qk" if c.keys_as_values else "qkv"
     products = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in names], axes)
-    widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
-    by_token = (y.reshape(*positions.shape[:2], -1) for y in products)
-    q, k, *values = (split_heads(y, width) for y, width in zip(by_token, widths, strict=False))
-    v = values[0] if values else k
-    v = unscaled_rms_norm(v, c.norm_eps) if c.v_norm else v
+    q, *others = (y.reshape(*positions.shape[:2], -1) for y in products)
+    q = split_heads(q, c.head_width * (2 if c.attention_gate else 1))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
-    if c.qk_norm:
-        q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])
-    q, k = (rope.rotate(c, y, positions) for y in (q, k))
-    if not c.qk_norm:  # whose backward reads the products, which are saved
-        q, k = saved(q), saved(k)
-    return q, k, v, *gate
+
+    def rotated(name: str, y_BTHK: Array) -> Array:
+        if c.qk_norm:
+            y_BTHK = _normed(c, y_BTHK, a[f"{name}_norm"])
+        y_BTHK = rope.rotate(c, y_BTHK, positions)
+        return y_BTHK if c.qk_norm else saved(y_BTHK)  # a norm's backward reads the products, which are saved
+
+    if c.reads_keys:
+        return rotated("q", q), None, None, *gate
+    k, v = (split_heads(y, c.head_width) for y in (others[0], others[-1]))
+    return rotated("q", q), rotated("k", k), unscaled_rms_norm(v, c.norm_eps) if c.v_norm else v, *gate
 
 
 def _mlp(c: DecoderConfig, axes: Axes, p: Params, h: Array) -> Array:

@@ -18,6 +18,7 @@ class LayerRun(NamedTuple):
       has_experts: whether they have experts.
       is_delta: whether they have the delta rule in place of attention.
       rotates: whether they rotate queries and keys.
+      sharing: "stores" for a single layer whose keys and values later layers read, "reads" for these; "" for others.
     """
 
     count: int
@@ -25,6 +26,7 @@ class LayerRun(NamedTuple):
     has_experts: bool
     is_delta: bool
     rotates: bool
+    sharing: str
 
 
 class LayerKinds:
@@ -48,14 +50,33 @@ class LayerKinds:
     rope_share: float
     experts: int
     dense_layers: int
+    mlp: int
+    kv_shared_layers: int
+    kv_shared_mlp: int
 
     @property
     def runs(self) -> tuple[LayerRun, ...]:
         """Runs of equal layers."""
         kinds = (
-            (self.is_local(at), self.has_experts(at), self.has_delta(at), self.rotates(at)) for at in range(self.layers)
+            (self.is_local(at), self.has_experts(at), self.has_delta(at), self.rotates(at), self.sharing(at))
+            for at in range(self.layers)
         )
         return tuple(LayerRun(len([*run]), *kind) for kind, run in groupby(kinds))
+
+    @property
+    def key_sources(self) -> tuple[int, ...]:
+        """Indices of the layers whose keys and values the last ``kv_shared_layers`` read, ascending.
+
+        They are the last layer with and the last without the window that have keys of their own.
+        """
+        own = range(self.layers - self.kv_shared_layers) if self.kv_shared_layers else ()
+        return tuple(sorted({self.is_local(at): at for at in own}.values()))
+
+    def sharing(self, layer: int) -> str:
+        """Whether a layer, by its index from 0, "stores" keys and values, "reads" stored ones, or neither: ""."""
+        if layer >= self.layers - self.kv_shared_layers:
+            return "reads"
+        return "stores" if layer in self.key_sources else ""
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer, by its index from 0, rotates queries and keys."""
@@ -81,6 +102,16 @@ class LayerKinds:
 
     def _shape_of(self, run: LayerRun) -> dict[str, Any]:
         """The settings of a run's parameters that are not the decoder's, by name."""
+        return self._sharing_of(run) | self._heads_of(run)
+
+    def _sharing_of(self, run: LayerRun) -> dict[str, Any]:
+        if not self.kv_shared_layers:
+            return {}
+        if run.sharing != "reads":
+            return {"kv_shared_layers": 0, "kv_shared_mlp": 0}
+        return {"kv_shared_layers": self.layers, "kv_shared_mlp": 0, "mlp": self.kv_shared_mlp or self.mlp}
+
+    def _heads_of(self, run: LayerRun) -> dict[str, Any]:
         if not (self.global_head_dim or self.global_kv_heads or self.keys_as_values):
             return {}
         of_all = {"global_head_dim": 0, "global_kv_heads": 0}

@@ -80,10 +80,11 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
     with_attention = qwen35_weights.attention_layers(c)
     for name in "" if c.kv_rank else "qkvo":
         biased = c.o_bias if name == "o" else c.qkv_bias
-        layers = gemma4_weights.value_layers(c, with_attention) if name == "v" else with_attention
+        layers = gemma4_weights.layers_with(name, c, with_attention)
         yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=biased, layers=layers)
     for name in "qk" if c.qk_norm else "":
-        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=with_attention)
+        layers = gemma4_weights.layers_with(name, c, with_attention)
+        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=layers)
     yield from qwen35_weights.delta_rows(c)
     if c.post_norms:
         yield from gemma_weights.norm_rows()
@@ -107,10 +108,11 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
 def unused(c: DecoderConfig) -> tuple[str, ...]:
     """Regular expressions for the ends of keys that folders may have although no leaf needs them.
 
-    They are rotary frequencies, which are computed, and the layers for a second token of DeepSeek-V3 and Qwen3.5.
+    They are rotary frequencies, which are computed, the layers for a second token of DeepSeek-V3 and Qwen3.5, and keys
+    and values of Gemma 4's layers that read those of others.
     """
     second_token = [deepseek_weights.unused(c)] if c.kv_rank else [qwen35_weights.UNUSED] if c.delta_heads else []
-    return (r"rotary_emb\.inv_freq", *second_token)
+    return (r"rotary_emb\.inv_freq", *second_token, *gemma4_weights.unused(c))
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------
@@ -323,6 +325,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name == "local_rope_theta" and not c.local_rope_theta:  # as in other layers
         return c.rope_theta if c.rope_scaling == "none" and name not in c.idle() else 0
+    if name == "kv_shared_mlp":
+        return (c.kv_shared_mlp or c.mlp) if c.kv_shared_layers else None
     if name in ("global_head_dim", "global_kv_heads"):
         return getattr(c, name) or _value(c, name.removeprefix("global_"))
     if name == "nope_every":
