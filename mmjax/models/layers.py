@@ -230,7 +230,7 @@ def residual_init(layers: int) -> Initializer:
 
 
 Sums = Mapping[str, Array]
-"""Sums of losses over tokens, fp32 scalars by name."""
+"""Sums of losses over tokens, fp32 scalars by name; of a layer whose keys later ones read, keys and values too."""
 Body = Callable[[Array, Params], tuple[Array, Sums]]
 """One layer: its input and its parameters, to its output and the sums of its losses, {} without losses."""
 
@@ -267,7 +267,7 @@ def scan_layers(
 
 
 def _over_layers(sums: Sums) -> Sums:
-    return {name: jnp.sum(by_layer) for name, by_layer in sums.items()}
+    return {name: jnp.sum(by_layer, axis=0) for name, by_layer in sums.items()}
 
 
 def _scan_and_keep(body: Body, x: Array, xs: Any, keep: Sequence[int]) -> tuple[Array, dict[int, Array], Sums]:

@@ -24,7 +24,7 @@ from mmjax.attention.language import MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
-from mmjax.models.context import Context
+from mmjax.models.context import Context, SharedKeys
 from mmjax.models.handles import fetched_after, scattered_before
 from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
@@ -71,6 +71,8 @@ class LayerGroup:
       grid_window: edge, in positions, of the windows that cut a segment along every axis, such as squares of an image.
         A token sees only its own window; 0 means no windows.
       rules: the mask rules of these layers; ``None`` stands for the module's ``mask``.
+      stores: a name for the keys and values of its only layer, if later groups read them.
+      reads: the name of stored keys and values, which its layers read in the same stage; "" for keys of their own.
     """
 
     layers: int
@@ -79,6 +81,8 @@ class LayerGroup:
     window: int = 0
     grid_window: int = 0
     rules: Rules | None = None
+    stores: str = ""
+    reads: str = ""
 
     def mask(self, kind: MaskKind) -> Mask:
         """The mask of these layers: by ``rules`` if they are set, else of ``kind``, the kind of the module's mask."""
@@ -348,31 +352,47 @@ def run_layers(
     kept_outputs: dict[int, Array] = {}
     totals: dict[str, Array] = {}
     before: Array | None = None  # the input of the layer before
+    shared: dict[str, SharedKeys] = {}
     names = [run.name for run, _ in runs]
     following, p = dict(pairwise(names)), dict(p)
     for group, group_runs in groupby(runs, key=itemgetter(1)):
-        body = _with_sums(group.block(context.under(group.mask(module.mask)), x))
+        stored = list[SharedKeys]() if group.stores else None
+        surroundings = replace(context.under(group.mask(module.mask)), stored=stored, shared=shared.get(group.reads))
+        body = _with_sums(group.block(surroundings, x), stored)
         for run, _ in group_runs:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             local_added = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
             local_keep = [layer - start for layer in keep if layer in run.layers]
             if context.cache:
                 x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
+                if group.stores:
+                    shared[group.stores] = SharedKeys(*context.cache.of_layer(run.name))
                 continue
             if next_run := following.get(run.name):
                 x, p[next_run] = scattered_before(x, p[next_run])
             params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
             x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
+            if group.stores:
+                shared[group.stores] = SharedKeys(sums[_STORED[0]], sums[_STORED[1]])
+                sums = {name: total for name, total in sums.items() if name not in _STORED}
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
             totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
     return x, kept_outputs, totals
 
 
-def _with_sums(block: Block) -> Body:
-    """The function of a layer as ``layers`` runs it."""
+_STORED = ("stored keys", "stored values")
+"""The names of keys and values that a layer gives to later ones, beside those of its losses."""
+
+
+def _with_sums(block: Block, stored: list[SharedKeys] | None) -> Body:
+    """The function of a layer as ``layers`` runs it; what it puts into ``stored`` is among its results."""
 
     def body(x: Array, p: Params) -> tuple[Array, Sums]:
         result = block(x, p)
-        return result if isinstance(result, tuple) else (result, {})
+        y, sums = result if isinstance(result, tuple) else (result, {})
+        if stored is None:
+            return y, sums
+        keys = stored.pop()
+        return y, {**sums, _STORED[0]: keys.k, _STORED[1]: keys.v}
 
     return body

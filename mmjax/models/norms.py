@@ -115,3 +115,19 @@ def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
 def scaled(x_BTD: Array, scale_D: Array) -> Array:
     """``x · scale``. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
     return x_BTD * repeated(scale_D, x_BTD)
+
+
+def scaled_by_constant(x_BTD: Array, scale_1: Any) -> Array:
+    """``x`` times a number ``[1]``, an array or a handle, whose gradient is 0."""
+    axes = jax_compat.varying_axes(x_BTD)
+
+    @jax.custom_vjp
+    def product(x_BTD: Array, scale_1: Any) -> Array:
+        return x_BTD * opened(scale_1).astype(x_BTD.dtype)
+
+    def backward(scale_1: Any, dy_BTD: Array) -> tuple[Array, Any]:
+        scale, gradient_of_handle = jax.vjp(opened, scale_1)
+        return summed(dy_BTD * scale.astype(dy_BTD.dtype), axes), *gradient_of_handle(jnp.zeros_like(scale))
+
+    product.defvjp(lambda x_BTD, scale_1: (product(x_BTD, scale_1), scale_1), backward)
+    return product(x_BTD, scale_1)

@@ -40,6 +40,9 @@ LLMS = (
     "deepseek_v3",
     "qwen3_5_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
     "gemma3_text",
     "smollm3",
 )

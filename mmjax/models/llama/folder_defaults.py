@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
+from mmjax.models.llama import (
+    deepseek_weights,
+    expert_weights,
+    gemma4_weights,
+    gemma_weights,
+    qwen35_weights,
+    smollm3_weights,
+)
 from mmjax.models.llama.smollm3_weights import SMOLLM3
 
 Json = Mapping[str, Any]
@@ -73,7 +80,10 @@ _WITH_EXPERTS = {
     "qwen3_moe": _QWEN2
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
 }
-_OTHERS: Mapping[str, Json] = {**deepseek_weights.DEFAULTS, **qwen35_weights.DEFAULTS, **gemma_weights.DEFAULTS}
+_OTHERS: Mapping[str, Json] = {
+    **{**deepseek_weights.DEFAULTS, **qwen35_weights.DEFAULTS},
+    **{**gemma_weights.DEFAULTS, **gemma4_weights.DEFAULTS},
+}
 ALONE = ("llama", "mistral", "qwen2", "qwen3", SMOLLM3, *_WITH_EXPERTS, *_OTHERS)
 """Model types of folders of a language model alone."""
 QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)

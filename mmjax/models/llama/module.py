@@ -16,6 +16,7 @@ from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens
 from mmjax.models.llama import layers
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.runs import LayerRun
 from mmjax.models.module import LayerGroup, Loss, Module
 from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
@@ -32,20 +33,22 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike, see ``LayerRun``."""
+        """Its groups of layers: runs of layers that are alike, see ``runs.LayerRun``."""
         c, rules = self.config, Rules.parse(self.config.mask)
         return tuple(
             LayerGroup(
                 run.count,
                 partial(
                     layers.ExpertLayer if run.has_experts else layers.DecoderLayer,
-                    c,
+                    c.shaped(run),
                     "delta" if run.is_delta else "attn",
                 ),
                 partial(layers.expert_block if run.has_experts else layers.block, c.of_run(run)),
                 rules=rules,
                 window=c.window if run.is_local else 0,
                 grid_window=c.chunk if run.is_local else 0,
+                stores=_kind(run) if run.sharing == "stores" else "",
+                reads=_kind(run) if run.sharing == "reads" else "",
             )
             for run in c.runs
         )
@@ -133,3 +136,8 @@ class Llama(Module):
     def sees(self) -> str:
         """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
+
+
+def _kind(run: LayerRun) -> str:
+    """The name of keys and values that layers of a kind share."""
+    return "local" if run.is_local else "global"
