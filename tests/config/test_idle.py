@@ -83,6 +83,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "audio/Whisper.length": ("100", CALLS, (*CALLS, "audio/Whisper.positions='learned'")),
     "llm/Decoder.full_layers": ("1", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.full_causal": ("True", (), ("llm/Decoder.window=8", "llm/Decoder.mask='gemma3'")),
     "llm/Decoder.local_rope_theta": ("5.0", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.global_head_dim": ("32", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.kv_shared_mlp": (

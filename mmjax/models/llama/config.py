@@ -93,6 +93,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       full_layers: number of first layers without window and chunks (Qwen2).
       full_every: the last of each run of so many layers has no window and no chunks, such as 6 for five local layers
         and a global one (Gemma 3).
+      full_causal: whether layers without the window and chunks are causal, whatever ``mask`` shows (Gemma 4).
       rope_theta: base of the rotary frequencies.
       local_rope_theta: base of the frequencies of layers with the window or chunks, which ``rope_scaling`` does not
         change then; 0 means as in other layers (Gemma 3).
@@ -217,6 +218,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     chunk: int = 0
     full_layers: int = 0
     full_every: int = 0
+    full_causal: bool = False
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
     nope_every: int = 0
@@ -323,8 +325,10 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         if not self.rope_sections:
             reasons["rope_interleaved"] = "Decoder.rope_sections=(): there is one number for all pairs"
         if not (self.window or self.chunk):
-            names = ("local_rope_theta", "global_head_dim", "global_kv_heads")
+            names = ("local_rope_theta", "global_head_dim", "global_kv_heads", "full_causal")
             reasons |= dict.fromkeys(names, "Decoder.window=0: no layer has a window or chunks")
+        elif self.mask == "causal":
+            reasons["full_causal"] = "Decoder.mask='causal' shows no later tokens"
         if not self.kv_rank:
             reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
         elif self.rope_scaling != "yarn":

@@ -93,7 +93,7 @@ def layer_settings(t: Json) -> dict[str, Any]:
     """
     activation, bidirectional = t["hidden_activation"], t["use_bidirectional_attention"]
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
-    fix = "mmjax reads Gemma 4 as a causal model of text"
+    fix = "mmjax reads Gemma 4 as a causal model, with images that see themselves"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
     per_layer = t["hidden_size_per_layer_input"]
     fix = "mmjax has no inputs of each layer beside the embedding; it has to be 0"
@@ -110,12 +110,24 @@ def layer_settings(t: Json) -> dict[str, Any]:
         "score_width": 1.0,
         "logit_cap": float(t["final_logit_softcapping"] or 0),
         **window,
+        **_mask(t, window["window"]),
         **_heads(t, has_local=window["window"] > 0),
         **_rope(t, has_local=window["window"] > 0),
         "kv_shared_layers": t["num_kv_shared_layers"],
         "kv_shared_mlp": 2 * t["intermediate_size"] if t["use_double_wide_mlp"] and t["num_kv_shared_layers"] else 0,
     }
     return values | (_experts(t) if t["enable_moe_block"] else {})
+
+
+def _mask(t: Json, window: int) -> dict[str, Any]:
+    """``mask``, by which an image's tokens see one another in layers with the window, and ``full_causal``."""
+    whole = t.get("whole", {})
+    if not (whole.get("vision_config") and t["use_bidirectional_attention"] and window):
+        return {"mask": "causal", "full_causal": False}
+    tokens = whole.get("vision_soft_tokens_per_image") or 0
+    fix = f"mmjax shows an image's {tokens} tokens to one another, whatever the window; it has to be as many or more"
+    require(window >= tokens, "config.json: sliding_window", window, fix)
+    return {"mask": "gemma3", "full_causal": True}
 
 
 def _window(t: Json) -> dict[str, int]:

@@ -34,7 +34,7 @@ class Llama(Module):
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Its groups of layers: runs of layers that are alike, see ``runs.LayerRun``."""
-        c, rules = self.config, Rules.parse(self.config.mask)
+        c, rules, causal = self.config, Rules.parse(self.config.mask), Rules.parse("causal")
         return tuple(
             LayerGroup(
                 run.count,
@@ -44,7 +44,7 @@ class Llama(Module):
                     "delta" if run.is_delta else "attn",
                 ),
                 partial(layers.expert_block if run.has_experts else layers.block, c.of_run(run)),
-                rules=rules,
+                rules=causal if c.full_causal and not run.is_local else rules,
                 window=c.window if run.is_local else 0,
                 grid_window=c.chunk if run.is_local else 0,
                 stores=_kind(run) if run.sharing == "stores" else "",
