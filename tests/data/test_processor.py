@@ -44,14 +44,14 @@ RULES = (
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
 SEEING, SPEAKING = (
-    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2"),
+    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma2"),
     ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
 )
 TOKENS = {
     "llava": EncoderSpec(patch=7, channels=3),
     "gemma3": EncoderSpec(patch=4, merge=4, channels=3),
     "paligemma2": EncoderSpec(patch=7, channels=3),
-    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")},
+    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl", "gemma4")},
 }
 
 

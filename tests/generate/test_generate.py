@@ -115,6 +115,7 @@ WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), "qwen3_vl"),
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
 }
 """Whole models, and the folders of their processors."""
 

@@ -165,6 +165,27 @@ GEMMA3 = """\
     {{ '<start_of_turn>model\\n' }}
 {%- endif -%}
 """
+GEMMA4 = """\
+{{ bos_token }}
+{%- for message in messages -%}
+    {{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'image' -%}
+                {{ '<|image|>' }}
+            {%- elif part['type'] == 'text' -%}
+                {{ part['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<turn|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<|turn>model\\n' }}
+{%- endif -%}
+"""
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}
 {% set rest = messages[1:] %}{% set system = messages[0]['content'] %}
@@ -445,7 +466,7 @@ def wholes() -> dict[str, Any]:
 
 
 def gemmas() -> dict[str, Any]:
-    """Folders of Gemma 3 and PaliGemma 2, and the dialogues. The latter has no template, and questions and answers."""
+    """Folders of Gemma 3 and 4 and PaliGemma 2, and the dialogues. The last has no template, and questions and answers."""
     found: dict[str, Any] = {}
     turns = ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     ends = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -459,6 +480,8 @@ def gemmas() -> dict[str, Any]:
     generation = {"eos_token_id": [token("<eos>"), token("<end_of_turn>")]}
     (HERE / "gemma3" / "generation_config.json").write_text(json.dumps(generation) + "\n")
     found["gemma3"] = tokens_of(made, images=True, marks=False)
+
+    found["gemma4"] = gemma4(ends)
 
     transformers.models.paligemma.processing_paligemma.EXTRA_TOKENS[:] = ["<loc0000>", "<seg000>"]
     own = tokenizer(["<pad>", "<eos>", "<bos>", "<image>"], **ends, extra_special_tokens={"image_token": "<image>"})
@@ -484,6 +507,22 @@ def gemmas() -> dict[str, Any]:
         ids, mask = _row(whole["input_ids"]), _row(whole["token_type_ids"])
         found["paligemma2"][name] = {"messages": kept, "ids": ids, "prompt": _row(prompt["input_ids"]), "mask": mask}
     return found
+
+
+def gemma4(ends: dict[str, str]) -> dict[str, Any]:
+    """The folder of Gemma 4, whose processor writes tokens around an image's, and the dialogues."""
+    media = {f"{name}_token": text for name, text in (("boi", "<|image>"), ("eoi", "<image|>"), ("image", "<|image|>"))}
+    heard = {f"{name}_token": text for name, text in (("boa", "<|audio>"), ("eoa", "<audio|>"), ("audio", "<|audio|>"))}
+    added = ["<|turn>", "<turn|>", *media.values(), *heard.values(), "<|video|>"]
+    own = tokenizer(["<pad>", "<eos>", "<bos>", *added], **ends, extra_special_tokens=media | heard, begins=True)
+    own.save_pretrained(HERE / "gemma4")  # a processor without its part for videos is not saved
+    made = transformers.Gemma4Processor(None, image_processor("gemma4"), own, None, chat_template=GEMMA4)
+    (HERE / "gemma4" / "chat_template.jinja").write_text(GEMMA4)
+    ids = {f"{name}_token_id": token_of(own, media[f"{name}_token"]) for name in ("boi", "eoi", "image")}
+    config("gemma4", "gemma4", **ids, video_token_id=token_of(own, "<|video|>"), vision_config={})
+    generation = {"eos_token_id": [token_of(own, "<eos>"), token_of(own, "<turn|>")]}
+    (HERE / "gemma4" / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    return tokens_of(made, images=True, marks=False)
 
 
 def token_of(made: Any, text: str) -> int:
