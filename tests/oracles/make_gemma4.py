@@ -45,9 +45,7 @@ _TOWER: dict[str, Any] = dict(
 )
 
 
-def model(
-    ids: Mapping[str, int] = _IDS, tokens: Mapping[str, int] = _TOKENS, window: int = 12, limit: int = 6
-) -> Any:
+def model(ids: Mapping[str, int] = _IDS, tokens: Mapping[str, int] = _TOKENS, window: int = 12, limit: int = 6) -> Any:
     """The model; ids of special tokens, the window and the limit of an image's tokens may be others."""
     config = transformers.Gemma4Config(
         text_config={

@@ -466,7 +466,7 @@ def wholes() -> dict[str, Any]:
 
 
 def gemmas() -> dict[str, Any]:
-    """Folders of Gemma 3 and 4 and PaliGemma 2, and the dialogues. The last has no template, and questions and answers."""
+    """Folders of Gemma 3, 4 and PaliGemma 2, and the dialogues. The last has no template, and questions and answers."""
     found: dict[str, Any] = {}
     turns = ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     ends = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}

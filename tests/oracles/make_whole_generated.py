@@ -119,7 +119,7 @@ def gemma4(own: Any) -> Made:
     media = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("boi", "eoi", "image")}
     video = {"video_token_id": own.convert_tokens_to_ids("<|video|>")}
     made = make_gemma4.model({"vocab_size": 312, **ids}, media | video, window=80, limit=70)
-    make_gemma4.randomise(made, 11)
+    make_gemma4.randomise(made, 19)  # with which it never says an image's or a video's token
     template = (PROCESSORS / "gemma4" / "chat_template.jinja").read_text()
     images = Gemma4ImageProcessorPil(**rules("gemma4"))
     return made, transformers.Gemma4Processor(None, images, own, None, chat_template=template)
