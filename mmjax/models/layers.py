@@ -229,6 +229,8 @@ def residual_init(layers: int) -> Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
+LAYER_INPUT = "layer_input"
+"""The name of the features ``[B, T, P]`` that a layer reads beside its input, among its parameters."""
 Sums = Mapping[str, Array]
 """Sums of losses over tokens, fp32 scalars by name; of a layer whose keys later ones read, keys and values too."""
 Body = Callable[[Array, Params], tuple[Array, Sums]]

@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar, Self
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -26,7 +27,7 @@ from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context, SharedKeys
 from mmjax.models.handles import fetched_after, scattered_before
-from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
+from mmjax.models.layers import LAYER_INPUT, Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
 
@@ -151,6 +152,20 @@ class Module(ABC):
         ``p`` are the module's parameters on its last stage, and ``x`` is the output of the last layer.
         """
         return x
+
+    @property
+    def layer_input_width(self) -> int:
+        """The width of the features that each layer reads beside its input, as its parameter ``LAYER_INPUT``; 0 for
+        none. Such a module has one stage.
+        """
+        return 0
+
+    def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+        """The features that each layer reads beside its input, if any, from the input of the first one, ``x``.
+
+        ``p`` are the module's parameters.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no inputs of layers")
 
     @property
     def losses(self) -> Mapping[str, Loss]:
@@ -353,6 +368,7 @@ def run_layers(
     totals: dict[str, Array] = {}
     before: Array | None = None  # the input of the layer before
     shared: dict[str, SharedKeys] = {}
+    of_layers = _split(module.layer_inputs(p, context, x), [run for run, _ in runs]) if module.layer_input_width else {}
     names = [run.name for run, _ in runs]
     following, p = dict(pairwise(names)), dict(p)
     for group, group_runs in groupby(runs, key=itemgetter(1)):
@@ -364,13 +380,15 @@ def run_layers(
             local_added = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
             local_keep = [layer - start for layer in keep if layer in run.layers]
             if context.cache:
-                x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
+                params = {**p[run.name], **of_layers.get(run.name, {})}
+                x = run_cached(context.cache, run.name, body, x, params, local_added, stacked=run.stacked)
                 if group.stores:
                     shared[group.stores] = SharedKeys(*context.cache.of_layer(run.name))
                 continue
             if next_run := following.get(run.name):
                 x, p[next_run] = scattered_before(x, p[next_run])
             params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
+            params = {**params, **of_layers.get(run.name, {})}
             x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
             if group.stores:
                 shared[group.stores] = SharedKeys(sums[_STORED[0]], sums[_STORED[1]])
@@ -378,6 +396,13 @@ def run_layers(
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
             totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
     return x, kept_outputs, totals
+
+
+def _split(x_LBTP: Array, runs: Sequence[LayerRun]) -> dict[str, dict[str, Array]]:
+    """The inputs of layers as a parameter of each run, by the run's name."""
+    ends = np.cumsum([len(run.layers) for run in runs])[:-1]
+    parts = zip(runs, jnp.split(x_LBTP, ends), strict=True)
+    return {run.name: {LAYER_INPUT: part if run.stacked else part[0]} for run, part in parts}
 
 
 _STORED = ("stored keys", "stored values")

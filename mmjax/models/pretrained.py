@@ -67,7 +67,7 @@ class FolderPart:
     prefixes: Prefixes
 
 
-TABLES = ("embed", "head")
+TABLES = ("embed", "head", "per_layer/embed")
 """Leaves of a language model with a row, or a column, for each token of the vocabulary."""
 _TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _LANGUAGE: Prefixes = {

@@ -26,6 +26,7 @@ from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
 from mmjax.models.context import Context, SharedKeys
+from mmjax.models.layers import LAYER_INPUT
 from mmjax.models.parameters import Create, declarations
 from mmjax.models.recorded_work import RecordedWork, recording
 
@@ -79,13 +80,13 @@ def traced_work(module: Any) -> TracedWork:
     inputs, width = _row(module, positions), module.config.width
     parts = _single_parts(module)
     features = jax.ShapeDtypeStruct((1, positions, width), jnp.float32)
-    record = _record(
-        lambda context, p, x: module.end(p, context, module.embed(p, context) + x), inputs, parts, features
-    )
+    record = _record(functools.partial(_run_ends, module), inputs, parts, features)
     ends, layers, per_pair = Fraction(record.products, positions), Fraction(0), record.per_pair
     shared: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for group in module.groups:
         mask, layer = group.mask(module.mask), _leaves(group.create)
+        if module.layer_input_width:
+            layer[LAYER_INPUT] = jax.ShapeDtypeStruct((1, positions, module.layer_input_width), jnp.float32)
         run = functools.partial(_run_layer, group, mask, shared)
         work = _record(run, inputs, layer, features)
         layers += group.layers * Fraction(work.products, positions)
@@ -118,6 +119,14 @@ def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
         return int(np.sum(runs_N**2))
     width_N = np.minimum(runs_N, mask.window or runs_N)
     return int(np.sum(width_N * (width_N + 1) // 2 + (runs_N - width_N) * width_N))
+
+
+def _run_ends(module: Any, context: Context, p: Any, x: jax.Array) -> Any:
+    """What a module computes before its first and behind its last layer."""
+    x = module.embed(p, context) + x
+    if module.layer_input_width:
+        module.layer_inputs(p, context, x)
+    return module.end(p, context, x)
 
 
 def _run_layer(

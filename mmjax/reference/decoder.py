@@ -18,6 +18,7 @@ from mmjax.reference.arithmetic import (
     Leaves,
     Tables,
     Turn,
+    activate,
     affine,
     attend,
     dense_leaves,
@@ -54,6 +55,7 @@ def _decoder_layer(
     tables: Tables | None,
     masks: Masks | None,
     earlier: KeysByKind,
+    input_NP: jax.Array | None,
 ) -> tuple[jax.Array, RouterSums]:
     prefix = f"llm/layers/{layer:03d}"
     normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
@@ -69,6 +71,10 @@ def _decoder_layer(
     else:
         y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND)
+    if input_NP is not None:
+        gate_NP = activate(decoder.activation, matmul(x_ND, leaves[f"{prefix}/per_layer/gate"]))
+        y_ND = matmul(gate_NP * input_NP, leaves[f"{prefix}/per_layer/out"])
+        x_ND = x_ND + _normed(leaves, f"{prefix}/per_layer_norm", decoder, y_ND)
     if decoder.layer_scalar:
         x_ND = x_ND * jax.lax.stop_gradient(leaves[f"{prefix}/layer_scalar"])
     return x_ND, sums
@@ -201,12 +207,26 @@ def _hidden(
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
     earlier: KeysByKind = {}
+    inputs = _layer_inputs(leaves, decoder, tokens_N, x_ND) if decoder.per_layer_width else [None] * decoder.layers
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks, earlier)
+        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks, earlier, inputs[layer])
         sums += layer_sums
     return calls("after", _normed(leaves, "llm/norm", decoder, x_ND)), sums
+
+
+def _layer_inputs(
+    leaves: Arrays, decoder: DecoderConfig, tokens_N: jax.Array, x_ND: jax.Array
+) -> list[Float[Array, "N P"]]:
+    """What each layer reads beside its input: rows of its table, and a normed product of the first layer's input."""
+    width, inputs = decoder.per_layer_width, list[jax.Array]()
+    for layer in range(decoder.layers):
+        columns = slice(layer * width, (layer + 1) * width)
+        rows_NP = leaves["llm/per_layer/embed"][tokens_N][:, columns] * width**0.5
+        product_NP = matmul(x_ND, leaves["llm/per_layer/project"][:, columns]) / decoder.width**0.5
+        inputs.append((rows_NP + _normed(leaves, "llm/per_layer/norm", decoder, product_NP)) / 2**0.5)
+    return inputs
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:

@@ -43,6 +43,7 @@ LLMS = (
     "gemma4_text",
     "gemma4_moe",
     "gemma4_shared",
+    "gemma4_per_layer",
     "gemma3_text",
     "smollm3",
 )

@@ -72,6 +72,7 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_
         {"num_global_key_value_heads": 1, "final_logit_softcapping": None, "attention_bias": True},
         {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False},
         {"num_kv_shared_layers": 1},
+        {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 7},
         {"layer_types": [FULL] * 4, "tie_word_embeddings": False},
         {"global_head_dim": 8, "hidden_activation": "gelu"},
         {"rope_parameters": {**ROPE, FULL: {**ROPE[FULL], "factor": 2.0, "partial_rotary_factor": 0.5}}},
@@ -136,7 +137,10 @@ def test_layers_lie_in_a_stage_with_those_whose_keys_they_read(
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input=4: mmjax has no inputs of each layer"),
+        (
+            {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 5},
+            "vocab_size_per_layer_input=5: mmjax has tables of one size, and vocab_size is 7",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all': mmjax reads Gemma 4 as"),
         ({"layer_types": [LOCAL, FULL, FULL, FULL]}, "layer_types=['sliding_attention', 'full_attention',"),
         ({"layer_types": [FULL, LOCAL] * 2}, "layer_types=['full_attention', 'sliding_attention',"),

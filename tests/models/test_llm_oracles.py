@@ -35,7 +35,7 @@ from mmjax.weights.table import SAME, assemble, expand, match
 ORACLES = Path(__file__).parents[1] / "oracles"
 FAMILIES = sorted(path.name for path in (ORACLES / "llm").iterdir() if path.is_dir())
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-GEMMA4 = ("gemma4_text", "gemma4_moe", "gemma4_shared")
+GEMMA4 = ("gemma4_text", "gemma4_moe", "gemma4_shared", "gemma4_per_layer")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", *LATENT)
 LENGTH = 64
 BOUNDS = {"qwen3_5_text": 1e-4, "qwen3_5_moe_text": 1e-4, "gemma4_text": 3e-5}

@@ -41,6 +41,7 @@ LLMS = (
     "gemma4_text",
     "gemma4_moe",
     "gemma4_shared",
+    "gemma4_per_layer",
     "smollm3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"

@@ -166,6 +166,10 @@ FAMILIES: dict[str, Any] = {
         **{**GEMMA4, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4},
         **dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
     ),
+    "gemma4_per_layer": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+        | dict(num_kv_shared_layers=3, hidden_size_per_layer_input=6),
+    ),
 }
 
 
@@ -187,6 +191,8 @@ def random_model(config: Any, seed: int) -> Any:
                 around_1 = not name.endswith("bias") and ("linear_attn" in name or not is_around_0)
                 # The rates of delta layers differ, and some are small, so that states last.
                 drawn = 2 * drawn - 2 if name.endswith("A_log") else 0.3 * drawn + (1.0 if around_1 else 0.0)
+            if name.endswith("q_norm.weight") and config.model_type == "gemma4_text":
+                drawn = 0.4 * drawn  # it has the divisor of scores, which are not divided there
             weight.copy_(drawn.bfloat16())
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

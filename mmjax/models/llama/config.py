@@ -31,6 +31,7 @@ _NOT_NEGATIVE = (
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
     *("z_loss", "nope_every", "global_head_dim", "global_kv_heads", "kv_shared_layers", "kv_shared_mlp"),
+    "per_layer_width",
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -51,6 +52,9 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         before them of their kind, with or without the window (Gemma 4 E2B). A pipeline stage with one of them has these
         layers too.
       kv_shared_mlp: hidden units of the mlp of these layers; 0 means as in other layers.
+      per_layer_width: width of what each layer reads beside its input: a token's row of a table of this layer's, and a
+        normed product of the embeddings. A layer multiplies it by a gate, and adds the normed product (Gemma 4 E2B and
+        E4B). Such a model is not cut into stages. 0 is none.
       vocab: vocabulary size; 0 means the tokenizer's.
       kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
         token's keys and values are products of a normed latent of this width, and each head has a key of its own
@@ -185,6 +189,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     global_kv_heads: int = 0
     kv_shared_layers: int = 0
     kv_shared_mlp: int = 0
+    per_layer_width: int = 0
     kv_rank: int = 0
     q_rank: int = 0
     nope_head_dim: int = 0
@@ -296,6 +301,9 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         fix = f"delta layers ({setting_name(name, self, 'delta_heads')}) go from token to token; set it to 'contiguous'"
         is_in_order = layout.cp == 1 or layout.cp_tokens == "contiguous"
         require(is_in_order or not self.needs_order, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
+        field, width = setting_name(name, self, "per_layer_width"), self.per_layer_width
+        fix = f"each layer reads the embeddings ({field}={width}), which are in the first stage alone; use one stage"
+        require(layout.stages == 1 or not width, f"{name}/Layout.pp", layout.pp, fix)
         if self.kv_shared_layers:
             self._check_sharing(setting_name(name, self, "kv_shared_layers"), f"{name}/Layout.layers", layout)
 

@@ -27,7 +27,12 @@ DEFAULTS: Mapping[str, Json] = {
         **{"max_position_embeddings": 131072, "sliding_window": 512, "layer_types": None, "rope_parameters": None},
         **{"final_logit_softcapping": None, "use_bidirectional_attention": None, "global_head_dim": 512},
         **{"num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0},
-        **{"hidden_size_per_layer_input": 256, "enable_moe_block": False, "use_double_wide_mlp": False},
+        **{
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+        },
         **{"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
     }
 }
@@ -56,6 +61,17 @@ def layers_with(name: str, c: DecoderConfig, layers: tuple[int, ...] | None) -> 
     own = range(c.layers - c.kv_shared_layers)
     at_all = own if layers is None else (layer for layer in layers if layer in own)
     return tuple(layer for layer in at_all if name == "k" or not c.keys_as_values or c.is_local(layer))
+
+
+def per_layer_rows() -> Iterator[Row]:
+    """Yields the rows of what layers read beside their input."""
+    yield Row("per_layer/embed", ("model.embed_tokens_per_layer.weight",))
+    yield Row("per_layer/project", ("model.per_layer_model_projection.weight",), TRANSPOSED)
+    yield Row("per_layer/norm", ("model.per_layer_projection_norm.weight",))
+    layer = "model.layers.{}"
+    yield Row("layers/{}/per_layer/gate", (f"{layer}.per_layer_input_gate.weight",), TRANSPOSED)
+    yield Row("layers/{}/per_layer/out", (f"{layer}.per_layer_projection.weight",), TRANSPOSED)
+    yield Row("layers/{}/per_layer_norm", (f"{layer}.post_per_layer_input_norm.weight",))
 
 
 def unused(c: DecoderConfig) -> tuple[str, ...]:
@@ -95,9 +111,10 @@ def layer_settings(t: Json) -> dict[str, Any]:
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
     fix = "mmjax reads Gemma 4 as a causal model, with images that see themselves"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
-    per_layer = t["hidden_size_per_layer_input"]
-    fix = "mmjax has no inputs of each layer beside the embedding; it has to be 0"
-    require(not per_layer, "config.json: hidden_size_per_layer_input", per_layer, fix)
+    per_layer, rows = t["hidden_size_per_layer_input"] or 0, t["vocab_size_per_layer_input"]
+    fix = f"mmjax has tables of one size, and vocab_size is {t['vocab_size']}"
+    is_one_size = not per_layer or rows == t["vocab_size"]
+    require(is_one_size, "config.json: vocab_size_per_layer_input", rows, fix)
     window = _window(t)
     values = {
         "post_norms": True,
@@ -113,6 +130,7 @@ def layer_settings(t: Json) -> dict[str, Any]:
         **_mask(t, window["window"]),
         **_heads(t, has_local=window["window"] > 0),
         **_rope(t, has_local=window["window"] > 0),
+        "per_layer_width": per_layer,
         "kv_shared_layers": t["num_kv_shared_layers"],
         "kv_shared_mlp": 2 * t["intermediate_size"] if t["use_double_wide_mlp"] and t["num_kv_shared_layers"] else 0,
     }
@@ -220,7 +238,8 @@ def config_entries(c: DecoderConfig) -> dict[str, Any]:
         "attention_k_eq_v": c.keys_as_values,
         "num_kv_shared_layers": c.kv_shared_layers,
         "use_double_wide_mlp": c.kv_shared_mlp == 2 * c.mlp,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": c.per_layer_width,
+        "vocab_size_per_layer_input": c.vocab,
         "enable_moe_block": c.experts > 0,
         "rope_parameters": {
             _KINDS[0]: {"rope_type": "default", "rope_theta": c.local_rope_theta or c.rope_theta},

@@ -22,9 +22,11 @@ from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     ACTIVATIONS,
+    LAYER_INPUT,
     Params,
     column_parallel,
     column_parallel_of_parts,
+    embed_tokens,
     linear,
     residual_init,
     row_parallel_of_parts,
@@ -93,11 +95,35 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
     return (LatentAttention if c.kv_rank else _Attention)(c, rngs)
 
 
+class _PerLayerInput(nnx.Module):
+    """The products with which a layer reads its input beside the features."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        shape, init = (c.width, c.per_layer_width), nnx.initializers.lecun_normal()
+        self.gate = nnx.Param(init(rngs.params(), shape), dims=("embed", "per_layer"))
+        self.out = nnx.Param(residual_init(c.layers)(rngs.params(), shape[::-1]), dims=("per_layer", "embed"))
+
+
+class _PerLayerInputs(nnx.Module):
+    """The table and the product that make what each layer reads beside its input."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        columns = c.layers * c.per_layer_width
+        table = nnx.initializers.normal(c.per_layer_width**-0.5)(rngs.params(), (c.vocab, columns))
+        project = nnx.initializers.lecun_normal()(rngs.params(), (c.width, columns))
+        self.embed = nnx.Param(table, dims=("vocab", "per_layers"))
+        self.project = nnx.Param(project, dims=("embed", "per_layers"))
+        self.norm = nnx.Param(_first_scale(c, c.per_layer_width), dims=("per_layer",))
+
+
 def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
     """Gives a layer its norms, and attention or the delta rule."""
     setattr(layer, mixing, _mixing(c, mixing, rngs))
     for name in ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
         setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+    if c.per_layer_width:
+        layer.per_layer = _PerLayerInput(c, rngs)
+        layer.per_layer_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
     if c.layer_scalar:
         layer.layer_scalar = nnx.Param(jnp.ones(1), dims=("scalar",))
 
@@ -158,10 +184,11 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     the last "norm" and, unless the table is tied, "head". A tied table is on both stages, and belongs to the first.
     """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
+    per_layer = (Part(partial(_PerLayerInputs, c), name="per_layer"),) if c.per_layer_width else ()
     if first and last:
-        return (Part(embedding), head)
+        return (Part(embedding), *per_layer, head)
     if first:
-        return (Part(embedding, tie="lent" if c.tied else ""),)
+        return (Part(embedding, tie="lent" if c.tied else ""), *per_layer)
     if last:
         return (Part(embedding, tie="borrowed"), head) if c.tied else (head,)
     return ()
@@ -209,7 +236,7 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
     def layer(x_BTD: Array, p: Params) -> Array:
         x = _after_mixing(c, context, x_BTD, p)
         y = _mlp(c, context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
-        return _scaled((x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape), p)
+        return _layer_end(c, (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape), p)
 
     return layer
 
@@ -236,7 +263,7 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
             y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
         y = _post_normed(c, y, p, "mlp_post_norm")
         # Means over layers, too.
-        return _scaled(x + y, p), {name: total / c.expert_layers for name, total in sums.items()}
+        return _layer_end(c, x + y, p), {name: total / c.expert_layers for name, total in sums.items()}
 
     return layer
 
@@ -261,8 +288,26 @@ def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
     return _normed(c, saved(y), p[name]) if name in p else y
 
 
-def _scaled(x_BTD: Array, p: Params) -> Array:
-    """A layer's output times its number, if it has one."""
+def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) -> Float[Array, "L B T P"]:
+    """What each layer reads beside its input.
+
+    They are a token's row of ``p``'s table "embed", times the root of P, and the normed product "project" of ``x
+    [B, T, D]``, the first layer's input, added and divided by the root of 2.
+    """
+    width = c.per_layer_width
+    table_BTF = embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
+    rows, product = ((y.reshape(*x.shape[:2], c.layers, width)) for y in (table_BTF, linear(x, p["project"])))
+    rows *= jnp.asarray(width**0.5, rows.dtype)
+    normed = _normed(c, product * c.width**-0.5, p["norm"])
+    return jnp.moveaxis((normed + rows) * 2**-0.5, 2, 0)
+
+
+def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:
+    """The output of a layer behind its mlp: with its input beside the features, and times its number."""
+    if c.per_layer_width:
+        gate = ACTIVATIONS[c.activation](linear(x_BTD, p["per_layer"]["gate"]))
+        y = linear(gate * p[LAYER_INPUT], p["per_layer"]["out"])
+        x_BTD = x_BTD + _normed(c, saved(y), p["per_layer_norm"])
     return scaled_by_constant(x_BTD, p["layer_scalar"]) if "layer_scalar" in p else x_BTD
 
 

@@ -86,6 +86,15 @@ class Llama(Module):
         x_BTD = embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
         return x_BTD * jnp.asarray(self.config.width**0.5, x_BTD.dtype) if self.config.scaled_embed else x_BTD
 
+    @property
+    def layer_input_width(self) -> int:
+        """``Decoder.per_layer_width``; see ``Module``."""
+        return self.config.per_layer_width
+
+    def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+        """The input of each layer beside the features: see ``layers.per_layer_inputs``."""
+        return layers.per_layer_inputs(self.config, p["per_layer"], context, x)
+
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
         output of the last layer.

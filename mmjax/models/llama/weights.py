@@ -90,6 +90,8 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
         yield from gemma_weights.norm_rows()
     else:
         yield layer_row("mlp_norm", "post_attention_layernorm.weight")
+    if c.per_layer_width:
+        yield from gemma4_weights.per_layer_rows()
     if c.layer_scalar:
         yield layer_row("layer_scalar", "layer_scalar")
     dense = c.layers if c.mlp_beside_experts else c.layers - c.expert_layers
