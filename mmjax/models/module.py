@@ -160,6 +160,11 @@ class Module(ABC):
         """
         return 0
 
+    @property
+    def media_token(self) -> int:
+        """The token that ``layer_inputs`` finds in the places of media, in the context's host input "tokens"."""
+        return 0
+
     def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
         """The features that each layer reads beside its input, if any, from the input of the first one, ``x``.
 

@@ -207,7 +207,10 @@ def _hidden(
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
     earlier: KeysByKind = {}
-    inputs = _layer_inputs(leaves, decoder, tokens_N, x_ND) if decoder.per_layer_width else [None] * decoder.layers
+    read_N = tokens_N
+    for positions_M, _ in modality:
+        read_N = read_N.at[positions_M].set(decoder.per_layer_media)
+    inputs = _layer_inputs(leaves, decoder, read_N, x_ND) if decoder.per_layer_width else [None] * decoder.layers
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)

@@ -83,6 +83,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "audio/Whisper.length": ("100", CALLS, (*CALLS, "audio/Whisper.positions='learned'")),
     "llm/Decoder.full_layers": ("1", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.per_layer_media": (
+        "1",
+        (),
+        ("llm/Decoder.per_layer_width=8", "llm/Layout.pp=1", "llm/Layout.tp=1", *ONE),
+    ),
     "llm/Decoder.full_causal": ("True", (), ("llm/Decoder.window=8", "llm/Decoder.mask='gemma3'")),
     "llm/Decoder.local_rope_theta": ("5.0", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.global_head_dim": ("32", (), ("llm/Decoder.window=8",)),
@@ -203,7 +208,8 @@ READ = {
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "v_norm kv_shared_layers keys_as_values norm_plus_one post_norms layer_scalar activation scaled_embed score_width "
+    "v_norm kv_shared_layers "
+    "per_layer_width keys_as_values norm_plus_one post_norms layer_scalar activation scaled_embed score_width "
     "score_cap logit_cap attention_gate delta_heads mask "
     "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",

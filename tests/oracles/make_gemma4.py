@@ -1,10 +1,11 @@
-"""Makes ``gemma/gemma4``: a tiny whole Gemma 4 with random parameters, and what transformers computes of it.
+"""Makes ``gemma/``: tiny whole models of Gemma 4 with random parameters, and what transformers computes of them.
 
     python tests/oracles/make_gemma4.py
 
-It needs torch and transformers, which mmjax does not. Images have several sizes, products of the tower have bounds and
-its features are standardised; layers with a window show an image's tokens to one another. As in ``make_gemma.py`` each
-sequence is computed alone, and the loss is the mean over the text tokens behind the first of all of them.
+It needs torch and transformers, which mmjax does not. Images have several sizes, and products of the tower have bounds.
+In ``gemma4`` features are standardised, and layers with a window show an image's tokens to one another; layers of
+``gemma4_small``, like E2B, read inputs of their own and keys of others. As in ``make_gemma.py`` each sequence is
+computed alone, and the loss is the mean over the text tokens behind the first of all of them.
 """
 
 # pyright: reportMissingImports=false
@@ -38,6 +39,11 @@ _TEXT: dict[str, Any] = dict(
         "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
     },
 )
+SMALL: dict[str, Any] = dict(
+    **dict(hidden_size_per_layer_input=6, use_bidirectional_attention=None, attention_k_eq_v=False),
+    **dict(num_global_key_value_heads=None, num_kv_shared_layers=2, use_double_wide_mlp=True),
+)
+"""What the text of a small model has in place of a large one's."""
 _TOWER: dict[str, Any] = dict(
     **dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2),
     **dict(head_dim=8, patch_size=PATCH, pooling_kernel_size=POOL, position_embedding_size=48),
@@ -45,14 +51,19 @@ _TOWER: dict[str, Any] = dict(
 )
 
 
-def model(ids: Mapping[str, int] = _IDS, tokens: Mapping[str, int] = _TOKENS, window: int = 12, limit: int = 6) -> Any:
+def model(
+    ids: Mapping[str, int] = _IDS,
+    tokens: Mapping[str, int] = _TOKENS,
+    window: int = 12,
+    limit: int = 6,
+    *,
+    small: bool = False,
+) -> Any:
     """The model; ids of special tokens, the window and the limit of an image's tokens may be others."""
+    text = {**_TEXT, **(SMALL if small else {}), **ids, "sliding_window": window}
     config = transformers.Gemma4Config(
-        text_config={
-            **{**_TEXT, **ids, "sliding_window": window, "vocab_size_per_layer_input": ids["vocab_size"]},
-            "model_type": "gemma4_text",
-        },
-        vision_config={**_TOWER, "model_type": "gemma4_vision"},
+        text_config={**text, "vocab_size_per_layer_input": ids["vocab_size"], "model_type": "gemma4_text"},
+        vision_config={**_TOWER, "standardize": not small, "model_type": "gemma4_vision"},
         **{**tokens, "vision_soft_tokens_per_image": limit},
     )
     config.audio_config = None
@@ -74,8 +85,8 @@ def randomise(made: Any, seed: int) -> None:
                 tensor.copy_(1.5 + noise.abs())
             elif end in ("std_bias", "std_scale", "layer_scalar") or (tensor.ndim == 1 and "norm" in name):
                 tensor.copy_(0.2 * noise + float(end != "std_bias"))
-            elif name.endswith("embed_tokens.weight"):
-                tensor.copy_(0.05 * noise)
+            elif name.endswith(("embed_tokens.weight", "embed_tokens_per_layer.weight")):
+                tensor.copy_(noise * (0.05 if name.endswith("tokens.weight") else 0.3))
             elif "position_embedding_table" in name:
                 tensor.copy_(0.3 * noise)
             elif tensor.ndim == 2:
@@ -136,12 +147,13 @@ def values_of(made: Any, images: list[np.ndarray], rng: np.random.Generator) -> 
 
 def main() -> None:
     torch.set_num_threads(1)
-    made, rng = model(), np.random.default_rng(0)
-    randomise(made, 7)
-    images = [np.round(rng.uniform(-1, 1, (*size, 3)) * 64).astype(np.float32) / 64 for size in SIZES]
-    values = values_of(made, images, rng)
-    print(values["generated"].tolist())
-    save(made, HERE / "gemma4", values)
+    for name, seed in (("gemma4", 7), ("gemma4_small", 14)):
+        made, rng = model(small=name == "gemma4_small"), np.random.default_rng(0)
+        randomise(made, seed)
+        images = [np.round(rng.uniform(-1, 1, (*size, 3)) * 64).astype(np.float32) / 64 for size in SIZES]
+        values = values_of(made, images, rng)
+        print(values["generated"].tolist())
+        save(made, HERE / name, values)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _NOT_NEGATIVE = (
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
     *("z_loss", "nope_every", "global_head_dim", "global_kv_heads", "kv_shared_layers", "kv_shared_mlp"),
-    "per_layer_width",
+    *("per_layer_width", "per_layer_media"),
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -55,6 +55,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       per_layer_width: width of what each layer reads beside its input: a token's row of a table of this layer's, and a
         normed product of the embeddings. A layer multiplies it by a gate, and adds the normed product (Gemma 4 E2B and
         E4B). Such a model is not cut into stages. 0 is none.
+      per_layer_media: the token whose rows of these tables stand for images and recordings.
       vocab: vocabulary size; 0 means the tokenizer's.
       kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
         token's keys and values are products of a normed latent of this width, and each head has a key of its own
@@ -190,6 +191,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     kv_shared_layers: int = 0
     kv_shared_mlp: int = 0
     per_layer_width: int = 0
+    per_layer_media: int = 0
     kv_rank: int = 0
     q_rank: int = 0
     nope_head_dim: int = 0
@@ -337,6 +339,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             reasons |= dict.fromkeys(names, "Decoder.window=0: no layer has a window or chunks")
         elif self.mask == "causal":
             reasons["full_causal"] = "Decoder.mask='causal' shows no later tokens"
+        if not self.per_layer_width:
+            reasons["per_layer_media"] = "Decoder.per_layer_width=0: there are no such tables"
         if not self.kv_rank:
             reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
         elif self.rope_scaling != "yarn":

@@ -32,6 +32,7 @@ DEFAULTS: Mapping[str, Json] = {
             "vocab_size_per_layer_input": 262144,
             "enable_moe_block": False,
             "use_double_wide_mlp": False,
+            "pad_token_id": 0,
         },
         **{"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None},
     }
@@ -131,6 +132,7 @@ def layer_settings(t: Json) -> dict[str, Any]:
         **_heads(t, has_local=window["window"] > 0),
         **_rope(t, has_local=window["window"] > 0),
         "per_layer_width": per_layer,
+        "per_layer_media": t["pad_token_id"] or 0 if per_layer else 0,
         "kv_shared_layers": t["num_kv_shared_layers"],
         "kv_shared_mlp": 2 * t["intermediate_size"] if t["use_double_wide_mlp"] and t["num_kv_shared_layers"] else 0,
     }

@@ -91,6 +91,11 @@ class Llama(Module):
         """``Decoder.per_layer_width``; see ``Module``."""
         return self.config.per_layer_width
 
+    @property
+    def media_token(self) -> int:
+        """``Decoder.per_layer_media``; see ``Module``."""
+        return self.config.per_layer_media
+
     def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
         """The input of each layer beside the features: see ``layers.per_layer_inputs``."""
         return layers.per_layer_inputs(self.config, p["per_layer"], context, x)

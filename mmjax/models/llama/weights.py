@@ -331,6 +331,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return (c.kv_shared_mlp or c.mlp) if c.kv_shared_layers else None
     if name in ("global_head_dim", "global_kv_heads"):
         return getattr(c, name) or _value(c, name.removeprefix("global_"))
+    if name == "per_layer_media" and not c.per_layer_width:
+        return 0
     if name == "full_causal":
         return c.full_causal and c.mask != "causal"
     if name == "nope_every":
