@@ -139,7 +139,7 @@ def test_what_ours_has_not_is_named(part: str, changes: dict[str, Any], message:
 def test_small_models_are_causal_for_images_too() -> None:
     large, small = (oracle(kind).model.llm for kind in KINDS)
     assert (large.mask, large.full_causal, small.mask, small.full_causal) == ("gemma3", True, "causal", False)
-    assert (small.per_layer_width, small.per_layer_media) == (6, 256)
+    assert (small.per_layer_width, small.per_layer_media) == (16, 256)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Module(ABC):
     @property
     def media_token(self) -> int:
         """The token that ``layer_inputs`` finds in the places of media, in the context's host input "tokens"."""
-        return 0
+        return -1
 
     def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
         """The features that each layer reads beside its input, if any, from the input of the first one, ``x``.

@@ -223,10 +223,13 @@ def _layer_inputs(
     leaves: Arrays, decoder: DecoderConfig, tokens_N: jax.Array, x_ND: jax.Array
 ) -> list[Float[Array, "N P"]]:
     """What each layer reads beside its input: rows of its table, and a normed product of the first layer's input."""
-    width, inputs = decoder.per_layer_width, list[jax.Array]()
+    width, inputs, table = decoder.per_layer_width, list[jax.Array](), leaves["llm/per_layer/embed"]
+    rows_NX = jnp.where((tokens_N >= 0)[:, None], table[tokens_N], 0.0)
+    is_media_N = tokens_N == decoder.per_layer_media
+    rows_NX = jnp.where(is_media_N[:, None], jax.lax.stop_gradient(rows_NX), rows_NX)
     for layer in range(decoder.layers):
         columns = slice(layer * width, (layer + 1) * width)
-        rows_NP = leaves["llm/per_layer/embed"][tokens_N][:, columns] * width**0.5
+        rows_NP = rows_NX[:, columns] * width**0.5
         product_NP = matmul(x_ND, leaves["llm/per_layer/project"][:, columns]) / decoder.width**0.5
         inputs.append((rows_NP + _normed(leaves, "llm/per_layer/norm", decoder, product_NP)) / 2**0.5)
     return inputs

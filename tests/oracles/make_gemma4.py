@@ -40,7 +40,7 @@ _TEXT: dict[str, Any] = dict(
     },
 )
 SMALL: dict[str, Any] = dict(
-    **dict(hidden_size_per_layer_input=6, use_bidirectional_attention=None, attention_k_eq_v=False),
+    **dict(hidden_size_per_layer_input=16, use_bidirectional_attention=None, attention_k_eq_v=False),
     **dict(num_global_key_value_heads=None, num_kv_shared_layers=2, use_double_wide_mlp=True),
 )
 """What the text of a small model has in place of a large one's."""

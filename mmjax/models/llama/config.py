@@ -31,7 +31,7 @@ _NOT_NEGATIVE = (
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
     *("z_loss", "nope_every", "global_head_dim", "global_kv_heads", "kv_shared_layers", "kv_shared_mlp"),
-    *("per_layer_width", "per_layer_media"),
+    "per_layer_width",
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
@@ -55,7 +55,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       per_layer_width: width of what each layer reads beside its input: a token's row of a table of this layer's, and a
         normed product of the embeddings. A layer multiplies it by a gate, and adds the normed product (Gemma 4 E2B and
         E4B). Such a model is not cut into stages. 0 is none.
-      per_layer_media: the token whose rows of these tables stand for images and recordings.
+      per_layer_media: the token whose rows of these tables images and recordings have, and which are not trained, as of
+        padding in ``transformers``; -1 is none, and they have zeros.
       vocab: vocabulary size; 0 means the tokenizer's.
       kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
         token's keys and values are products of a normed latent of this width, and each head has a key of its own
@@ -191,7 +192,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     kv_shared_layers: int = 0
     kv_shared_mlp: int = 0
     per_layer_width: int = 0
-    per_layer_media: int = 0
+    per_layer_media: int = -1
     kv_rank: int = 0
     q_rank: int = 0
     nope_head_dim: int = 0
@@ -269,6 +270,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             positive(f"Decoder.{name}", getattr(self, name))
         for name in _NOT_NEGATIVE:
             not_negative(f"Decoder.{name}", getattr(self, name))
+        fix = "must be the number of a token, or -1 for none"
+        require(self.per_layer_media >= -1, "Decoder.per_layer_media", self.per_layer_media, fix)
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if self.kv_rank:
             self._check_latent()

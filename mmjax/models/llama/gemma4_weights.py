@@ -132,7 +132,7 @@ def layer_settings(t: Json) -> dict[str, Any]:
         **_heads(t, has_local=window["window"] > 0),
         **_rope(t, has_local=window["window"] > 0),
         "per_layer_width": per_layer,
-        "per_layer_media": t["pad_token_id"] or 0 if per_layer else 0,
+        "per_layer_media": t["pad_token_id"] if per_layer and t["pad_token_id"] is not None else -1,
         "kv_shared_layers": t["num_kv_shared_layers"],
         "kv_shared_mlp": 2 * t["intermediate_size"] if t["use_double_wide_mlp"] and t["num_kv_shared_layers"] else 0,
     }
@@ -253,4 +253,5 @@ def config_entries(c: DecoderConfig) -> dict[str, Any]:
         "top_k_experts": c.experts_per_token,
         "moe_intermediate_size": c.expert_width,
     }
-    return entries | (of_experts if c.experts else {})
+    media = {"pad_token_id": c.per_layer_media if c.per_layer_media >= 0 else None} if c.per_layer_width else {}
+    return entries | media | (of_experts if c.experts else {})

@@ -295,11 +295,20 @@ def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) ->
     [B, T, D]``, the first layer's input, added and divided by the root of 2.
     """
     width = c.per_layer_width
-    table_BTF = embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
+    tokens_BT = context.tokens.inputs["tokens"]
+    table_BTF = embed_tokens(tokens_BT, p["embed"], context.axes)
+    if c.per_layer_media >= 0:
+        table_BTF = _untrained_at(table_BTF, context.inputs["tokens"] == c.per_layer_media)
     rows, product = ((y.reshape(*x.shape[:2], c.layers, width)) for y in (table_BTF, linear(x, p["project"])))
     rows *= jnp.asarray(width**0.5, rows.dtype)
     normed = _normed(c, product * c.width**-0.5, p["norm"])
     return jnp.moveaxis((normed + rows) * 2**-0.5, 2, 0)
+
+
+@jax.checkpoint  # otherwise the mask of every feature would be a residual
+def _untrained_at(x_BTF: Array, is_fixed_BT: Array) -> Array:
+    """The features, of which some tokens' have no gradient."""
+    return jnp.where(is_fixed_BT[..., None], jax.lax.stop_gradient(x_BTF), x_BTF)
 
 
 def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:

@@ -332,7 +332,7 @@ def _value(c: DecoderConfig, name: str) -> Any:
     if name in ("global_head_dim", "global_kv_heads"):
         return getattr(c, name) or _value(c, name.removeprefix("global_"))
     if name == "per_layer_media" and not c.per_layer_width:
-        return 0
+        return -1
     if name == "full_causal":
         return c.full_causal and c.mask != "causal"
     if name == "nope_every":
