@@ -101,6 +101,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "said": "{}<end_of_turn>",
         "asked": "<start_of_turn>model",
     },
+    "gemma4": {
+        "config": "finetune_gemma4",
+        "folder": ORACLES / "gemma" / "gemma4",
+        "special": ("<pad>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|video|>", "<|image|>"),
+        "tokens": {
+            **{"bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>"},
+            "chat_template": GEMMA_CHAT.replace("<start_of_image>", "<|image|>")
+            .replace("<start_of_turn>", "<|turn>")
+            .replace("<end_of_turn>", "<turn|>"),
+        },
+        "images": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 6},
+        },
+        "said": "{}<turn|>",
+        "asked": "<|turn>model",
+    },
 }
 """By folder, what a processor has beside it."""
 ICONS = Path(matplotlib.get_data_path()) / "images"

@@ -229,8 +229,10 @@ def residual_init(layers: int) -> Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
+LAYER_INPUT = "layer_input"
+"""The name of the features ``[B, T, P]`` that a layer reads beside its input, among its parameters."""
 Sums = Mapping[str, Array]
-"""Sums of losses over tokens, fp32 scalars by name."""
+"""Sums of losses over tokens, fp32 scalars by name; of a layer whose keys later ones read, keys and values too."""
 Body = Callable[[Array, Params], tuple[Array, Sums]]
 """One layer: its input and its parameters, to its output and the sums of its losses, {} without losses."""
 
@@ -267,7 +269,7 @@ def scan_layers(
 
 
 def _over_layers(sums: Sums) -> Sums:
-    return {name: jnp.sum(by_layer) for name, by_layer in sums.items()}
+    return {name: jnp.sum(by_layer, axis=0) for name, by_layer in sums.items()}
 
 
 def _scan_and_keep(body: Body, x: Array, xs: Any, keep: Sequence[int]) -> tuple[Array, dict[int, Array], Sums]:

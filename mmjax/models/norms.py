@@ -83,6 +83,13 @@ def _mean(x_BTD: Array, over: tuple[str, ...]) -> Array:
     return lax.pmean(mean_BT1, over) if over else mean_BT1
 
 
+@partial(jax.checkpoint, static_argnums=(1,))
+def unscaled_rms_norm(x_BTD: Array, eps: float) -> Array:
+    """RMSNorm without a scale; statistics in fp32. Its residual is its argument."""
+    x32 = x_BTD.astype(jnp.float32)
+    return (x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x_BTD.dtype)
+
+
 def _sum_over_tokens(x_BTD: Array) -> Array:
     """The sum over all dimensions but the last."""
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -119,3 +126,19 @@ def normalise(x_BTD: Array, eps: float = 1e-6) -> Array:
 def scaled(x_BTD: Array, scale_D: Array) -> Array:
     """``x · scale``. It is checkpointed, since the broadcast scale would be a residual of every microbatch."""
     return x_BTD * repeated(scale_D, x_BTD)
+
+
+def scaled_by_constant(x_BTD: Array, scale_1: Any) -> Array:
+    """``x`` times a number ``[1]``, an array or a handle, whose gradient is 0."""
+    axes = jax_compat.varying_axes(x_BTD)
+
+    @jax.custom_vjp
+    def product(x_BTD: Array, scale_1: Any) -> Array:
+        return x_BTD * opened(scale_1).astype(x_BTD.dtype)
+
+    def backward(scale_1: Any, dy_BTD: Array) -> tuple[Array, Any]:
+        scale, gradient_of_handle = jax.vjp(opened, scale_1)
+        return summed(dy_BTD * scale.astype(dy_BTD.dtype), axes), *gradient_of_handle(jnp.zeros_like(scale))
+
+    product.defvjp(lambda x_BTD, scale_1: (product(x_BTD, scale_1), scale_1), backward)
+    return product(x_BTD, scale_1)

@@ -108,10 +108,22 @@ class EqualHeads(ModuleSettings):
 
     norm_eps: float = 1e-6
     """The epsilon of norms; a settings class may override it by a field."""
+    bias: bool = True
+    """Whether products have biases; a settings class may override it by a field."""
     qkv_bias: bool = True
-    """Whether queries, keys and values have biases; a settings class may override it by a field."""
+    """Whether queries, keys and values have biases, where products have; a settings class may override it by a field."""
     k_bias: bool = True
     """Whether keys have one beside queries and values; a settings class may override it by a field."""
+    qk_norm: bool = False
+    """Whether queries and keys of each head are normed; a settings class may override it by a field."""
+    v_norm: bool = False
+    """Whether values of each head are normed; a settings class may override it by a field."""
+    score_width: float = 0.0
+    """The number whose root divides scores, 0 for a head's width; a settings class may override it by a field."""
+    clipped: bool = False
+    """Whether products bound their inputs and results; a settings class may override it by a field."""
+    post_norms: bool = False
+    """Whether branches end with norms of their own; a settings class may override it by a field."""
 
     @property
     def kv_heads(self) -> int:

@@ -224,6 +224,9 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "width": width}
         sizes |= _latent(c) if c.kv_rank else {"head_dim": _head_dim(c)}
+        sizes |= _global_heads(c, sizes["heads"], tp)
+        if c.score_width:  # of scores that are hardly divided a softmax would make much of rounding errors
+            sizes["score_width"] = max(c.score_width, 0.75 * _HEAD)
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
     if c.delta_heads and "heads" in sizes:
@@ -255,7 +258,15 @@ def _latent(c: DecoderConfig) -> dict[str, int]:
 
 def _head_dim(c: DecoderConfig) -> int:
     """The width of a head with about ``_HEAD`` rotated components."""
-    return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
+    return _HEAD if c.rope_share == 1 or c.global_head_dim else math.ceil(_HEAD / c.rope_share)
+
+
+def _global_heads(c: DecoderConfig, heads: int, tp: int) -> dict[str, int]:
+    """Wider heads of layers without a window, and another number of key/value heads, where they have them."""
+    sizes = {"global_head_dim": max(2 * _HEAD, math.ceil(_HEAD / c.rope_share))} if c.global_head_dim else {}
+    if c.global_kv_heads:
+        sizes["global_kv_heads"] = math.gcd(heads, tp if c.global_kv_heads % tp == 0 else c.global_kv_heads)
+    return sizes
 
 
 def _delta(c: DecoderConfig, tp: int) -> dict[str, Any]:

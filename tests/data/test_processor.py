@@ -21,6 +21,7 @@ from mmjax.data.sample import answer_text, encode_dialogue, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
+from mmjax.data.sources.sizes import plan
 from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import FileTokenizer, make_tokenizer
 from mmjax.data.turns import Turn, as_turns
@@ -34,23 +35,24 @@ SPECS = {
     "qwen2_vl": EncoderSpec(patch=14, merge=2, channels=3),
     "qwen3_vl": EncoderSpec(patch=16, merge=2, channels=3),
     "siglip2": EncoderSpec(patch=8, channels=3),
+    "gemma4": EncoderSpec(patch=4, merge=3, channels=3),
 }
 """Encoders whose patches matter to the rule; others have patches of one pixel, so that nothing is cut off."""
 NEXT = ("llava_next", "llava_next_mistral")
 RULES = (
     *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit", "dinov3"),
-    *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2", *NEXT),
+    *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma2", *NEXT),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
 SEEING, SPEAKING = (
-    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2", *NEXT),
+    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma2", *NEXT),
     ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
 )
 TOKENS = {
     "llava": EncoderSpec(patch=7, channels=3),
     "gemma3": EncoderSpec(patch=4, merge=4, channels=3),
     "paligemma2": EncoderSpec(patch=7, channels=3),
-    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")},
+    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl", "gemma4")},
 }
 
 
@@ -87,6 +89,16 @@ def test_pixels_are_those_of_the_processor(name: str, file: str) -> None:
     for number, medium in enumerate(media):
         assert medium.shape[:2] == tuple(wanted[f"{name}/{file}/{number}/shape"])
         assert np.abs(medium[::STRIDE, ::STRIDE] - wanted[f"{name}/{file}/{number}"]).max() <= 1e-5
+
+
+def test_sizes_of_images_are_those_of_gemma_4() -> None:
+    """Also of very long ones, which have one row of tokens."""
+    sizes = values()["gemma4/sizes"]
+    config = SourceConfig(**image_settings(str(FOLDERS / "gemma4")))
+    assert (config.resize, config.max_patches, config.mean, config.std) == ("largest", 630, (0.5,) * 3, (0.5,) * 3)
+    for height, width, *wanted in sizes.tolist():
+        assert [*plan((height, width), config, SPECS["gemma4"])[0].canvas] == wanted, (height, width)
+    assert 12 in sizes[:, 2] and 12 in sizes[:, 3] and 840 in sizes[:, 2:]
 
 
 def test_beside_others_an_image_has_no_tiles() -> None:

@@ -40,6 +40,10 @@ LLMS = (
     "deepseek_v3",
     "qwen3_5_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma4_per_layer",
     "gemma3_text",
     "smollm3",
     "olmo2",
@@ -114,7 +118,7 @@ def test_tokens_are_those_of_transformers(
 WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
-    **{name: name for name in ("gemma3", "llava_next", "llava_next_mistral")},
+    **{name: name for name in ("gemma3", "gemma4", "llava_next", "llava_next_mistral")},
 }
 """Whole models, and the folders of their processors."""
 

@@ -499,7 +499,6 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
             {"local_rope_theta": 5.0, "rope_sections": (2, 3, 3)},
             "Decoder.local_rope_theta=5.0: layers with a window have",
         ),
-        ({"experts": 4, "activation": "gelu"}, "Decoder.activation='gelu': experts have 'silu' alone"),
         ({"activation": "gelo"}, "Decoder.activation='gelo': did you mean 'gelu'?"),
         ({"score_cap": -1.0}, "Decoder.score_cap=-1.0: must be 0 or more"),
         ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),

@@ -36,12 +36,21 @@ FAMILIES = (
     "gemma2",
     "olmo2",
     "phi3",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma4_per_layer",
 )
 LAYERS = {
     "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
     "qwen3_5_moe_text": ("layers.0.",),
     **dict.fromkeys(
-        ("gemma3_text", "gemma2", "olmo2", "phi3"), ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")
+        ("gemma3_text", "gemma2", "olmo2", "phi3", "gemma4_text", "gemma4_moe"),
+        ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
+    ),
+    **dict.fromkeys(
+        ("gemma4_shared", "gemma4_per_layer"),
+        ("layers.3.", "layers.4.", "layers.7.", "embed_tokens", "norm.weight", "per_layer"),
     ),
 }
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
@@ -61,7 +70,7 @@ def main() -> None:
         for tokens in sequences:
             ids = torch.from_numpy(tokens)[None].long()
             has_loss = not family.startswith(("deepseek", "qwen3_5", "gemma", "olmo", "phi"))
-            out = model(input_ids=ids, output_router_logits=has_loss)
+            out = model(input_ids=ids, output_router_logits=has_loss, output_hidden_states=True)  # see make_llm.py
             chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
             total = total - chosen.sum()
             if has_loss:

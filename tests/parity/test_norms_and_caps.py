@@ -1,5 +1,6 @@
-"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, layers without positions, as in
-SmolLM3, and norms behind branches alone and of all heads, as in OLMo 2 and 3, under layouts and schedules."""
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, its fourth tower, layers without
+positions, as in SmolLM3, and norms behind branches alone and of all heads, as in OLMo 2 and 3, under layouts and
+schedules."""
 
 from __future__ import annotations
 
@@ -43,6 +44,28 @@ PALIGEMMA2: Changes = DECODER | {
     "llm/Decoder.score_cap": 1.0,
     "llm/Decoder.logit_cap": 2.0,
 }
+
+
+TOWER: Changes = {
+    "vision/ViT.positions": "learned_xy+rope_xy",
+    "vision/ViT.patch_bias": False,
+    "vision/ViT.bias": False,
+    "vision/ViT.qk_norm": True,
+    "vision/ViT.v_norm": True,
+    "vision/ViT.score_width": 1.0,
+    "vision/ViT.norm": "rms",
+    "vision/ViT.last_norm": False,
+    "vision/ViT.post_norms": True,
+    "vision/ViT.clipped": True,
+    "vision/ViT.output": "standardised",
+    "vision/ViT.gated": True,
+    "vision/Projector.kind": "linear",
+    "vision/Projector.hidden": 0,
+    "vision/Projector.norm": "rms_plain",
+    "vision/Projector.bias": False,
+    "vision/Projector.pool": True,
+}
+"""A tower and an embedder as in Gemma 4."""
 
 
 def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
@@ -93,6 +116,17 @@ MATRIX |= {
     "norms behind alone, tp with overlap": OLMO3 | layouts(2, {"dp": 2}, tp=2, overlap=True),
     "norms behind alone, sharded": OLMO3 | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
     "norms behind alone, adapters": OLMO3 | TWO_STAGES | ADAPTERS,
+    "tower, tp and pp, zb-h1": TOWER | TWO_STAGES | SPLIT,
+    "tower, cp and tp": TOWER | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "tower, dp and remat": TOWER | layouts(2, {"dp": 2}, tp=2) | {"vision/ViT.remat": "full"},
+    "tower, nested, lanes": TOWER | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "tower, sharded parameters": TOWER | layouts(4, {"dp": 2, "tp": 2, "shard": "parameters"}, dp=2, tp=2),
+    "tower, adapters": TOWER
+    | layouts(4, {"pp": 2, "tp": 2}, tp=2)
+    | {"vision/Lora.rank": 2, "vision/Lora.targets": ("attn/*", "mlp/*"), "vision/Optimizer.frozen": True},
+    "tower, a class token and products kept": TOWER
+    | layouts(4, {"tp": 2}, tp=2)
+    | {"vision/ViT.class_token": True, "vision/ViT.remat": "dots"},
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
 FAST = "two layers on one device"

@@ -54,6 +54,15 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "do_convert_rgb": True,
     },
     "LlavaNextImageProcessor": _CROPPED,
+    "Gemma4ImageProcessor": {
+        "image_mean": (0.0, 0.0, 0.0),
+        "image_std": (1.0, 1.0, 1.0),
+        "resample": _BICUBIC,
+        "do_normalize": False,
+        "do_convert_rgb": True,
+        "max_soft_tokens": 280,
+        "pooling_kernel_size": 3,
+    },
     "LlavaOnevisionImageProcessor": {
         **_CLIP,
         "resample": _BICUBIC,
@@ -111,10 +120,19 @@ def _settings(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: tuple(map(float, rules[f"image_{name}"])) if normalised else () for name in ("mean", "std")
     }
+    if name == "Gemma4ImageProcessor":
+        values = _centred(values)
     white = bool(rules.get("do_convert_rgb"))
     values |= {"resample": RESAMPLES[int(rules["resample"])], "draft": False, "white": white}
     values["rounded"] = name != _DINOV3
     return values | _sizes(name, rules)
+
+
+def _centred(values: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """The mean and deviation of pixels that the model itself doubles and moves from 0 to 1 to -1 to 1."""
+    means, deviations = values["mean"] or (0.0,) * 3, values["std"] or (1.0,) * 3
+    halves = tuple(deviation / 2 for deviation in deviations)
+    return {"mean": tuple(map(sum, zip(means, halves, strict=True))), "std": halves}
 
 
 def _check(rules: Mapping[str, Any]) -> None:
@@ -132,6 +150,9 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     if name == "Qwen2VLImageProcessor":
         low, high = rules.get("min_pixels") or size["shortest_edge"], rules.get("max_pixels") or size["longest_edge"]
         return {"resize": "smart", "min_pixels": int(low), "max_pixels": int(high), "max_patches": 0}
+    if name == "Gemma4ImageProcessor":
+        patches = int(rules["max_soft_tokens"]) * int(rules["pooling_kernel_size"]) ** 2
+        return {"resize": "largest", "max_patches": patches}
     if name == "Siglip2ImageProcessor":
         return {"resize": "naflex", "max_patches": int(rules["max_num_patches"])}
     edge, fixed = size.get("shortest_edge"), (size.get("height"), size.get("width"))

@@ -22,6 +22,7 @@ _READ = {
     "anyres": ("size", "grids", "alone"),
     "smart": ("max_pixels", "min_pixels"),
     "naflex": ("max_patches",),
+    "largest": ("max_patches",),
 }
 """The settings that each value of `resize` reads, among the settings that not all read."""
 RESIZES = tuple(_READ)
@@ -60,7 +61,8 @@ class SourceConfig:
 
     resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size),
     "anyres" (the image at size, and tiles of size of one of the grids), "smart" (sides become multiples of patch *
-    merge, pixels between min_pixels and max_pixels) or "naflex" (as many whole patches as max_patches allows).
+    merge, pixels between min_pixels and max_pixels), "naflex" (as many whole patches as max_patches allows) or
+    "largest" (max_patches, small images enlarged too, then sides are rounded down to multiples of patch * merge).
     max_pixels, max_patches: the most of an image, where its size is its own; 0 = any. min_pixels: the fewest under
     "smart". size: height and width; pixels at the right and the bottom that make no whole patch are cut off.
     fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut the excess), "stretch" or "square"

@@ -69,7 +69,7 @@ class Pictures:
             fix = f"must be multiples of patch * merge = {spec.block}, or less than a patch more, such as {fit}"
             legal = all(side % spec.block < spec.patch and side >= spec.block for side in config.size)
             require(legal, f"{name}/Source.size", config.size, fix)
-        elif config.max_patches or config.resize == "naflex":
+        elif config.max_patches or config.resize in ("naflex", "largest"):
             least, field = spec.patches_per_token, f"{name}/Source.max_patches"
             require(config.max_patches >= least, field, config.max_patches, f"must be {least} or more: one token's")
 

@@ -58,6 +58,8 @@ def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = T
         return [_stretched(smart_size(size, spec.block, config.min_pixels, config.max_pixels))]
     if config.resize == "naflex":
         return [_stretched(_naflex(size, spec.block, config.max_patches // spec.patches_per_token))]
+    if config.resize == "largest":
+        return [_stretched(_largest(size, config.max_patches, spec))]
     if config.resize == "fixed":
         return [_fitted(size, config)]
     if config.alone and not alone:
@@ -120,6 +122,19 @@ def _naflex(size: Size, block: int, most: int) -> Size:
         height, width = scaled(scale)
         low, high = (scale, high) if (height / block) * (width / block) <= most else (low, scale)
     return scaled(low)
+
+
+def _largest(size: Size, most: int, spec: EncoderSpec) -> Size:
+    """The size of `most` patches with the same aspect, its sides rounded down to whole tokens (Gemma 4's rule)."""
+    height, width = size
+    pixels = most * spec.patch**2
+    factor = sqrt(pixels / (height * width))
+    rows, columns = (floor(factor * side / spec.block) for side in size)
+    if not rows:
+        rows, columns = 1, min(width // height, most // spec.patches_per_token)
+    elif not columns:
+        rows, columns = min(height // width, most // spec.patches_per_token), 1
+    return rows * spec.block, columns * spec.block
 
 
 def _fitted(size: Size, config: SourceConfig) -> Step:

@@ -11,6 +11,7 @@ from typing import Any
 from mmjax.models.llama import (
     deepseek_weights,
     expert_weights,
+    gemma4_weights,
     gemma_weights,
     olmo_weights,
     phi3_weights,
@@ -82,9 +83,8 @@ _WITH_EXPERTS = {
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
 }
 _OTHERS: Mapping[str, Json] = {
-    **deepseek_weights.DEFAULTS,
-    **qwen35_weights.DEFAULTS,
-    **gemma_weights.DEFAULTS,
+    **{**deepseek_weights.DEFAULTS, **qwen35_weights.DEFAULTS},
+    **{**gemma_weights.DEFAULTS, **gemma4_weights.DEFAULTS},
     **olmo_weights.DEFAULTS,
     phi3_weights.PHI3: phi3_weights.DEFAULTS,
 }

@@ -22,9 +22,11 @@ from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     ACTIVATIONS,
+    LAYER_INPUT,
     Params,
     column_parallel,
     column_parallel_of_parts,
+    embed_tokens,
     linear,
     residual_init,
     row_parallel_of_parts,
@@ -35,7 +37,7 @@ from mmjax.models.llama import rope
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.latent import LatentAttention, latent_heads
 from mmjax.models.module import Block, Loss
-from mmjax.models.norms import rms_norm
+from mmjax.models.norms import rms_norm, scaled_by_constant, unscaled_rms_norm
 from mmjax.models.parameters import Part
 from mmjax.models.sequence_parallel import TokenParts
 from mmjax.models.taps import Computed, divisible
@@ -47,21 +49,27 @@ class _Attention(nnx.Module):
         init, heads, kv = nnx.initializers.lecun_normal(), c.heads * c.head_width, c.kv_heads * c.head_width
         queries = heads * (2 if c.attention_gate else 1)
         self.q = nnx.Param(init(rngs.params(), (c.width, queries)), dims=("embed", "heads"))
-        self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
-        self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        if not c.reads_keys:
+            self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        if c.has_values:
+            self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)), dims=("heads", "embed"))
         if c.qkv_bias:
             self.q_bias = nnx.Param(jnp.zeros(queries), dims=("heads",))
-            self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
-            self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if not c.reads_keys:
+                self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if c.has_values:
+                self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if c.qk_norm and not c.qk_norm_whole:
             self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
-            self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+            if not c.reads_keys:
+                self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
         if c.qk_norm and c.qk_norm_whole:
             self.q_norm = nnx.Param(_first_scale(c, heads), dims=("heads",))
-            self.k_norm = nnx.Param(_first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if not c.reads_keys:
+                self.k_norm = nnx.Param(_first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
 
 
 class _Mlp(nnx.Module):
@@ -91,19 +99,45 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
     return (LatentAttention if c.kv_rank else _Attention)(c, rngs)
 
 
+class _PerLayerInput(nnx.Module):
+    """The products with which a layer reads its input beside the features."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        shape, init = (c.width, c.per_layer_width), nnx.initializers.lecun_normal()
+        self.gate = nnx.Param(init(rngs.params(), shape), dims=("embed", "per_layer"))
+        self.out = nnx.Param(residual_init(c.layers)(rngs.params(), shape[::-1]), dims=("per_layer", "embed"))
+
+
+class _PerLayerInputs(nnx.Module):
+    """The table and the product that make what each layer reads beside its input."""
+
+    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
+        columns = c.layers * c.per_layer_width
+        table = nnx.initializers.normal(c.per_layer_width**-0.5)(rngs.params(), (c.vocab, columns))
+        project = nnx.initializers.lecun_normal()(rngs.params(), (c.width, columns))
+        self.embed = nnx.Param(table, dims=("vocab", "per_layers"))
+        self.project = nnx.Param(project, dims=("embed", "per_layers"))
+        self.norm = nnx.Param(_first_scale(c, c.per_layer_width), dims=("per_layer",))
+
+
 def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
     """Gives a layer its norms, and attention or the delta rule."""
     setattr(layer, mixing, _mixing(c, mixing, rngs))
     before = ("attn_norm", "mlp_norm") if c.pre_norms else ()
     for name in (*before, *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
         setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+    if c.per_layer_width:
+        layer.per_layer = _PerLayerInput(c, rngs)
+        layer.per_layer_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+    if c.layer_scalar:
+        layer.layer_scalar = nnx.Param(jnp.ones(1), dims=("scalar",))
 
 
 class DecoderLayer(nnx.Module):
     """Parameters of one block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
 
-    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm"; without ``Decoder.pre_norms`` no "attn_norm"
-    and no "mlp_norm".
+    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm", with ``Decoder.layer_scalar`` that too;
+    without ``Decoder.pre_norms`` no "attn_norm" and no "mlp_norm".
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
@@ -114,12 +148,18 @@ class DecoderLayer(nnx.Module):
 class ExpertLayer(nnx.Module):
     """Parameters of one block with "experts" in place of the mlp.
 
-    With shared experts it has "shared" too, and "shared_gate" if their result has a gate.
+    With shared experts it has "shared" too, and "shared_gate" if their result has a gate; with
+    ``Decoder.mlp_beside_experts`` it has "mlp", and the norms "mlp_branch_norm", "experts_norm" and
+    "experts_post_norm".
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
         _norms_and_mixing(self, c, mixing, rngs)
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
+        if c.mlp_beside_experts:
+            self.mlp = _Mlp(c, c.mlp, rngs)
+            for name in ("mlp_branch_norm", "experts_norm", "experts_post_norm"):
+                setattr(self, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
         if c.shared_gate:
@@ -150,10 +190,11 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     the last "norm" and, unless the table is tied, "head". A tied table is on both stages, and belongs to the first.
     """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
+    per_layer = (Part(partial(_PerLayerInputs, c), name="per_layer"),) if c.per_layer_width else ()
     if first and last:
-        return (Part(embedding), head)
+        return (Part(embedding), *per_layer, head)
     if first:
-        return (Part(embedding, tie="lent" if c.tied else ""),)
+        return (Part(embedding, tie="lent" if c.tied else ""), *per_layer)
     if last:
         return (Part(embedding, tie="borrowed"), head) if c.tied else (head,)
     return ()
@@ -172,6 +213,8 @@ def router_of(c: DecoderConfig) -> Router:
         bias_rate=c.router_bias_rate if c.router_bias else None,
         capacity=c.expert_capacity,
         buffer=c.expert_buffer,
+        norm_eps=c.norm_eps if c.router_norm else None,
+        scaled=c.expert_scale,
     )
 
 
@@ -199,7 +242,7 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
     def layer(x_BTD: Array, p: Params) -> Array:
         x = _after_mixing(c, context, x_BTD, p)
         y = _mlp(c, context.axes, p["mlp"], _pre_normed(c, x, p, "mlp_norm"))
-        return (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape)
+        return _layer_end(c, (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape), p)
 
     return layer
 
@@ -215,12 +258,18 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
     def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
         x = _after_mixing(c, context, x_BTD, p).reshape(x_BTD.shape)
         h = _pre_normed(c, x, p, "mlp_norm")
-        y, sums = apply_experts(router, p["experts"], context, h, losses)
+        h_of_experts = _normed(c, x, p["experts_norm"]) if c.mlp_beside_experts else h
+        scored = x if c.router_norm else h_of_experts
+        y, sums = apply_experts(router, p["experts"], context, h_of_experts, losses, scored, activation=c.activation)
+        if c.mlp_beside_experts:
+            of_mlp = _mlp(c, context.axes, p["mlp"], h)
+            y = _post_normed(c, of_mlp, p, "mlp_branch_norm") + _post_normed(c, y, p, "experts_post_norm")
         if c.shared_experts:
             shared = _mlp(c, context.axes, p["shared"], h)
             y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
         y = _post_normed(c, y, p, "mlp_post_norm")
-        return x + y, {name: total / c.expert_layers for name, total in sums.items()}  # means over layers, too
+        # Means over layers, too.
+        return _layer_end(c, x + y, p), {name: total / c.expert_layers for name, total in sums.items()}
 
     return layer
 
@@ -250,6 +299,38 @@ def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
     return _normed(c, saved(y), p[name]) if name in p else y
 
 
+def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) -> Float[Array, "L B T P"]:
+    """What each layer reads beside its input.
+
+    They are a token's row of ``p``'s table "embed", times the root of P, and the normed product "project" of ``x
+    [B, T, D]``, the first layer's input, added and divided by the root of 2.
+    """
+    width = c.per_layer_width
+    tokens_BT = context.tokens.inputs["tokens"]
+    table_BTF = embed_tokens(tokens_BT, p["embed"], context.axes)
+    if c.per_layer_media >= 0:
+        table_BTF = _untrained_at(table_BTF, context.inputs["tokens"] == c.per_layer_media)
+    rows, product = ((y.reshape(*x.shape[:2], c.layers, width)) for y in (table_BTF, linear(x, p["project"])))
+    rows *= jnp.asarray(width**0.5, rows.dtype)
+    normed = _normed(c, product * c.width**-0.5, p["norm"])
+    return jnp.moveaxis((normed + rows) * 2**-0.5, 2, 0)
+
+
+@jax.checkpoint  # otherwise the mask of every feature would be a residual
+def _untrained_at(x_BTF: Array, is_fixed_BT: Array) -> Array:
+    """The features, of which some tokens' have no gradient."""
+    return jnp.where(is_fixed_BT[..., None], jax.lax.stop_gradient(x_BTF), x_BTF)
+
+
+def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:
+    """The output of a layer behind its mlp: with its input beside the features, and times its number."""
+    if c.per_layer_width:
+        gate = ACTIVATIONS[c.activation](linear(x_BTD, p["per_layer"]["gate"]))
+        y = linear(gate * p[LAYER_INPUT], p["per_layer"]["out"])
+        x_BTD = x_BTD + _normed(c, saved(y), p["per_layer_norm"])
+    return scaled_by_constant(x_BTD, p["layer_scalar"]) if "layer_scalar" in p else x_BTD
+
+
 def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
     return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
 
@@ -266,28 +347,39 @@ def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[
     q, k, v, *gate = latent_heads(c, context, p, h) if c.kv_rank else _heads(c, context, p, h)
     if c.score_width:
         q *= (c.head_width / c.score_width) ** 0.5
-    y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
+    if c.reads_keys:
+        y_BTHK = context.attend_shared(q, soft_cap=c.score_cap)
+    else:
+        y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
     return y_BTHK * jax.nn.sigmoid(gate[0]) if gate else y_BTHK
 
 
-def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, ...]:
+def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any, ...]:
     """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, values ``[B, T, G, K]``, and with
     ``Decoder.attention_gate`` the gate of each number of the output.
+
+    In layers that read the keys of another one, keys and values are ``None``.
     """
     a: Any = p
     axes, positions = context.axes, context.tokens.positions
-    qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
-    widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
-    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True))
+    names = "q" if c.reads_keys else "qk" if c.keys_as_values else "qkv"
+    products = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in names], axes)
+    q, *others = (y.reshape(*positions.shape[:2], -1) for y in products)
+    q = split_heads(q, c.head_width * (2 if c.attention_gate else 1))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
-    if c.qk_norm and c.qk_norm_whole:
-        q, k = (_normed_over_heads(c, axes, y, a[f"{name}_norm"]) for name, y in (("q", q), ("k", k)))
-    elif c.qk_norm:
-        q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])
-    q, k = (rope.rotate(c, y, positions) for y in (q, k))
-    if not c.qk_norm:  # whose backward reads the products, which are saved
-        q, k = saved(q), saved(k)
-    return q, k, v, *gate
+
+    def rotated(name: str, y_BTHK: Array) -> Array:
+        if c.qk_norm and c.qk_norm_whole:
+            y_BTHK = _normed_over_heads(c, axes, y_BTHK, a[f"{name}_norm"])
+        elif c.qk_norm:
+            y_BTHK = _normed(c, y_BTHK, a[f"{name}_norm"])
+        y_BTHK = rope.rotate(c, y_BTHK, positions)
+        return y_BTHK if c.qk_norm else saved(y_BTHK)  # a norm's backward reads the products, which are saved
+
+    if c.reads_keys:
+        return rotated("q", q), None, None, *gate
+    k, v = (split_heads(y, c.head_width) for y in (others[0], others[-1]))
+    return rotated("q", q), rotated("k", k), unscaled_rms_norm(v, c.norm_eps) if c.v_norm else v, *gate
 
 
 def _mlp(c: DecoderConfig, axes: Axes, p: Params, h: Array) -> Array:

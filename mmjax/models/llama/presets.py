@@ -97,6 +97,22 @@ _OLMO2: Mapping[str, object] = {
 }
 """What the models of OLMo 2 have in common."""
 _OLMO2_7B: Mapping[str, object] = {**_OLMO2, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008}
+_GEMMA4: Mapping[str, object] = {
+    **_GEMMA3,
+    "global_head_dim": 512,
+    "vocab": 262144,
+    "norm_plus_one": False,
+    "v_norm": True,
+    "layer_scalar": True,
+    "score_width": 1.0,
+    "logit_cap": 30.0,
+    "mask": "causal",
+    "rope_scaling": "proportional",
+    "rope_share": 0.25,
+    "rope_factor": 1.0,
+}
+"""What the language models of Gemma 4 have in common."""
+_GEMMA4_LARGE: Mapping[str, object] = {**_GEMMA4, "keys_as_values": True}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
@@ -347,6 +363,31 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "head_dim": 128,
         "mlp": 21504,
         "score_width": 168.0,
+    },
+    "gemma4-31b": {
+        **_GEMMA4_LARGE,
+        "layers": 60,
+        "width": 5376,
+        "heads": 32,
+        "kv_heads": 16,
+        "global_kv_heads": 4,
+        "mlp": 21504,
+    },
+    "gemma4-26b-a4b": {
+        **_GEMMA4_LARGE,
+        "layers": 30,
+        "width": 2816,
+        "heads": 16,
+        "kv_heads": 8,
+        "global_kv_heads": 2,
+        "mlp": 2112,
+        "experts": 128,
+        "experts_per_token": 8,
+        "expert_mlp": 704,
+        "mlp_beside_experts": True,
+        "router_norm": True,
+        "expert_scale": True,
+        "balance_loss": 0.001,
     },
 }
 """Published sizes by name; "tiny" has the defaults of the settings."""

@@ -14,9 +14,11 @@ from mmjax.models.settings import EqualHeads, SquarePatches
 
 INTERPOLATIONS = ("none", "bicubic", "bicubic_smooth", "bilinear", "corners")
 """Methods to resize a learned position table to an image."""
-LEARNED = ("learned2d", "learned2d+axial")
+LEARNED = ("learned2d", "learned2d+axial", "learned_xy+rope_xy")
 """Values of ``positions`` with a table."""
 POSITIONS = ("rope2d", "axial", "axial_centres", *LEARNED)
+OUTPUTS = ("plain", "scaled", "standardised")
+"""Values of ``output``."""
 
 _LARGE: Mapping[str, object] = {
     "layers": 24,
@@ -79,6 +81,26 @@ _QWEN3: Mapping[str, object] = {
 }
 """The settings that all towers of Qwen3-VL share."""
 
+_GEMMA4: Mapping[str, object] = {
+    "heads": 16,
+    "patch": 16,
+    "channels": 3,
+    "merge": 3,
+    "positions": "learned_xy+rope_xy",
+    "grid": 10240,
+    "patch_bias": False,
+    "bias": False,
+    "qk_norm": True,
+    "v_norm": True,
+    "score_width": 1.0,
+    "norm": "rms",
+    "last_norm": False,
+    "post_norms": True,
+    "output": "scaled",
+    "gated": True,
+}
+"""The settings that the towers of Gemma 4 share."""
+
 
 @configurable("ViT")
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +116,12 @@ class ViTConfig(EqualHeads, SquarePatches):
       positions: ``rope2d`` or ``axial`` (any resolution: half of a head's components, or half of its pairs of
         components as in Qwen2-VL, rotate with the row, the others with the column), ``axial_centres`` (as ``axial``,
         by the place of a patch's centre between the image's edges, of which one is -2π and the other 2π, as in DINOv3),
-        ``learned2d`` (a table of ``grid``² positions), or ``learned2d+axial`` (both, as in Qwen3-VL).
+        ``learned2d`` (a table of ``grid``² positions), ``learned2d+axial`` (both, as in Qwen3-VL), or
+        ``learned_xy+rope_xy`` (a table of ``grid`` columns and another of ``grid`` rows, whose embeddings are added;
+        half of a head's components rotate with the column, the others with the row, as in Gemma 4).
       rope_theta: base of the rotary frequencies.
-      grid: side of the table of learned positions in patches: the largest side of an image, unless the table is resized
-        (``interpolate``).
+      grid: side of the table of learned positions in patches, or the places of each of two tables: the largest side of
+        an image, unless the table is resized (``interpolate``).
       interpolate: method to resize the table to each image: ``none`` (an image reads the upper left corner),
         ``bicubic``, ``bicubic_smooth`` and ``bilinear`` (smoothed where the image has fewer patches, as in DINOv2 with
         registers and in SigLIP 2), or ``corners`` (linear, the patches in an image's corners read the corners of the
@@ -108,11 +132,20 @@ class ViTConfig(EqualHeads, SquarePatches):
         attend to them; they are not sent to the LLM (Darcet et al., "Vision transformers need registers").
       frames: frames of a patch: of a video so many follow one another, an image is repeated (Qwen2-VL has 2).
       patch_bias: whether the patch embedding has a bias.
-      qkv_bias: whether queries, keys and values have biases.
+      bias: whether the products of layers have biases.
+      qkv_bias: whether queries, keys and values have biases, where products have.
       k_bias: whether keys have one beside queries and values, on which attention does not depend; DINOv3 has none.
+      qk_norm: whether each head's queries and keys have an RMSNorm in front of their rotation.
+      v_norm: whether each head's values have an RMSNorm without a weight.
+      score_width: scores are divided by the square root of this; 0 = of a head's width.
       norm: ``layer`` or ``rms``.
       stem_norm, last_norm: whether there is a norm behind the embeddings, and behind the last layer.
       norm_eps: epsilon of norms.
+      post_norms: whether the outputs of attention and mlp have norms of their own before they are added, as in Gemma.
+      clipped: whether each product of a layer bounds its input and its result, by four numbers from a folder that
+        training does not change.
+      output: ``plain``, ``scaled`` (results are multiplied by the square root of the width), or ``standardised`` (then
+        also minus a mean and times a scale, from a folder, which training does not change).
       layer_scale: whether the outputs of attention and mlp are scaled by learned vectors.
       gated: whether the mlp is gated (SwiGLU with ``silu``).
       activation: ``gelu`` (tanh), ``gelu_exact``, ``quick_gelu`` or ``silu``.
@@ -181,6 +214,8 @@ class ViTConfig(EqualHeads, SquarePatches):
         "qwen3-vl-4b": {**_QWEN3, "layers": 24, "width": 1024, "mlp": 4096},
         "qwen3-vl-8b": {**_QWEN3, "layers": 27, "width": 1152, "mlp": 4304},
         "qwen3-vl-30b-a3b": {**_QWEN3, "layers": 27, "width": 1152, "mlp": 4304},
+        "gemma4-e4b": {**_GEMMA4, "layers": 16, "width": 768, "heads": 12, "mlp": 3072, "clipped": True},
+        "gemma4-31b": {**_GEMMA4, "layers": 27, "width": 1152, "mlp": 4304, "output": "standardised"},
     }
 
     preset: str = "tiny"
@@ -199,12 +234,19 @@ class ViTConfig(EqualHeads, SquarePatches):
     registers: int = 0
     frames: int = 1
     patch_bias: bool = True
+    bias: bool = True
     qkv_bias: bool = True
     k_bias: bool = True
+    qk_norm: bool = False
+    v_norm: bool = False
+    score_width: float = 0.0
     norm: str = "layer"
     stem_norm: bool = False
     last_norm: bool = True
     norm_eps: float = 1e-6
+    post_norms: bool = False
+    clipped: bool = False
+    output: str = "plain"
     layer_scale: bool = False
     gated: bool = False
     activation: str = "gelu"
@@ -223,9 +265,11 @@ class ViTConfig(EqualHeads, SquarePatches):
         one_of("ViT.norm", self.norm, ("layer", "rms"))
         one_of("ViT.interpolate", self.interpolate, INTERPOLATIONS)
         one_of("ViT.activation", self.activation, ACTIVATIONS)
+        one_of("ViT.output", self.output, OUTPUTS)
+        not_negative("ViT.score_width", self.score_width)
         check_backend("ViT", self.attention, self.head_width, self.window)
         one_of("ViT.remat", self.remat, REMATS)
-        legal = self.interpolate == "none" or self.has_table
+        legal = self.interpolate == "none" or (self.has_table and not self.has_axis_tables)
         fix = "resizes a table of positions; set it to 'none' or ViT.positions to 'learned2d'"
         require(legal, "ViT.interpolate", self.interpolate, fix)
         if self.rotates:
@@ -270,11 +314,22 @@ class ViTConfig(EqualHeads, SquarePatches):
         return self.positions in LEARNED
 
     @property
+    def has_axis_tables(self) -> bool:
+        """Whether the table has a row for each column and each row of patches, and not for each pair of them."""
+        return self.positions == "learned_xy+rope_xy"
+
+    @property
+    def places(self) -> int:
+        """The number of rows of the table of positions, with the class token's."""
+        return self.class_token + (2 * self.grid if self.has_axis_tables else self.grid**2)
+
+    @property
     def rotates(self) -> str:
-        """The rotary embedding of queries and keys: "rope2d", "axial", "axial_centres", or "" for
+        """The rotary embedding of queries and keys: "rope2d", "axial", "axial_centres", "rope_xy", or "" for
         none.
         """
-        return {"learned2d": "", "learned2d+axial": "axial"}.get(self.positions, self.positions)
+        rotary = {"learned2d": "", "learned2d+axial": "axial", "learned_xy+rope_xy": "rope_xy"}
+        return rotary.get(self.positions, self.positions)
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:

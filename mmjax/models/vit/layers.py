@@ -12,9 +12,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from mmjax.models.context import Context
+from mmjax.models.handles import opened
 from mmjax.models.layers import Params, linear, lookup, rotate_2d, rotate_axial
 from mmjax.models.module import Block
 from mmjax.models.norms import any_norm, repeated
@@ -27,15 +29,15 @@ from mmjax.models.vit.positions import centres, learned
 class ViTStem(nnx.Module):
     """The patch embedding "patch", and for learned positions the table "position", with the class token's row first.
 
-    With a class token also "class_token", and with registers "registers" [registers, width].
+    Tables of columns and of rows lie one behind the other. With a class token there is also "class_token", and with
+    registers "registers" [registers, width].
     """
 
     def __init__(self, c: ViTConfig, rngs: nnx.Rngs):
         self.patch = Affine(c.frames * c.patch_values, c.width, rngs, bias=c.patch_bias)
         small = nnx.initializers.normal(0.02)
         if c.has_table:
-            places = c.class_token + c.grid * c.grid
-            self.position = nnx.Param(small(rngs.params(), (places, c.width)), dims=("place", "embed"))
+            self.position = nnx.Param(small(rngs.params(), (c.places, c.width)), dims=("place", "embed"))
         if c.class_token:
             self.class_token = nnx.Param(small(rngs.params(), (c.width,)), dims=("embed",))
         if c.registers:
@@ -52,21 +54,34 @@ class ViTLayer(EncoderLayer):
             self.mlp_scale = nnx.Param(jnp.ones(c.width), dims=("embed",))
 
 
+class Standard(nnx.Module):
+    """The parameters "bias" and "scale" ``[D]`` of ``ViT.output = 'standardised'``, initially 0 and 1, always fp32."""
+
+    def __init__(self, c: ViTConfig):
+        self.bias = nnx.Param(jnp.zeros(c.width), dims=("embed",), in_fp32=True)
+        self.scale = nnx.Param(jnp.ones(c.width), dims=("embed",), in_fp32=True)
+
+
 def parts(c: ViTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
     neither.
 
     A ``Part`` creates parameters together; ``Part.declarations`` has their shapes by name, such as "patch/kernel". The
     first stage has "patch", "position", "class_token" and "registers", as the settings have them, and "stem_norm" if
-    ``c.stem_norm``; the last has "norm" if ``c.last_norm``.
+    ``c.stem_norm``; the last has "norm" if ``c.last_norm``, and "standard" if ``c.output`` is "standardised".
     """
 
     def norm(rngs: nnx.Rngs) -> Norm:
         return Norm(c.width, rms=c.norm == "rms")
 
+    def standard(rngs: nnx.Rngs) -> Standard:
+        return Standard(c)
+
     first_parts = (Part(partial(ViTStem, c)),) if first else ()
     first_parts += (Part(norm, "stem_norm"),) if first and c.stem_norm else ()
-    return first_parts + ((Part(norm, "norm"),) if last and c.last_norm else ())
+    last_parts = (Part(norm, "norm"),) if last and c.last_norm else ()
+    last_parts += (Part(standard, "standard"),) if last and c.output == "standardised" else ()
+    return first_parts + last_parts
 
 
 def embed_patches(p: Params, c: ViTConfig, context: Context) -> Float[Array, "R T D"]:
@@ -112,9 +127,35 @@ def block(c: ViTConfig, context: Context) -> Block:
     """
     if not c.rotates:
         return encoder_block(c, context)
-    positions_RT2, rotate = context.tokens.positions, rotate_2d if c.rotates == "rope2d" else rotate_axial
+    positions_RT2 = context.tokens.positions
+    rotate = rotate_2d if c.rotates in ("rope2d", "rope_xy") else rotate_axial
+    if c.rotates == "rope_xy":
+        positions_RT2 = positions_RT2[..., ::-1]
     if c.rotates == "axial_centres":
         positions_RT2 = centres(context)
     elif c.special:
         positions_RT2 = jnp.maximum(positions_RT2, 0)
     return encoder_block(c, context, partial(rotate, positions_RT2=positions_RT2, theta=c.rope_theta))
+
+
+def end(p: Params, c: ViTConfig, x_RTD: Array) -> Float[Array, "R T D"]:
+    """The encoder's features: the last layer's output after the last norm, scaled and standardised, as the settings
+    have it.
+
+    ``p`` are the parameters of the last stage, of which "norm" and "standard" are read if they are there.
+    """
+    if c.last_norm:
+        x_RTD = any_norm(x_RTD, p["norm"], c.norm_eps)
+    if c.output == "plain":
+        return x_RTD
+    return _scaled(c.width**0.5, x_RTD, p["standard"] if c.output == "standardised" else None)
+
+
+@partial(jax.checkpoint, static_argnums=0)  # otherwise fp32 features would be residuals
+def _scaled(factor: float, x_RTD: Array, standard: Params | None) -> Array:
+    """``x`` times ``factor``, then minus a bias and times a scale that no gradient reaches, computed in fp32."""
+    x32 = x_RTD.astype(jnp.float32) * factor
+    if standard:
+        bias_D, scale_D = (lax.stop_gradient(opened(standard[name])) for name in ("bias", "scale"))
+        x32 = (x32 - bias_D) * scale_D
+    return x32.astype(x_RTD.dtype)

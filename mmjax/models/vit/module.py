@@ -12,7 +12,6 @@ from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params
 from mmjax.models.module import Block, LayerGroup, Module
-from mmjax.models.norms import any_norm
 from mmjax.models.parameters import Part
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig
@@ -38,7 +37,9 @@ class VisionTransformer(Module):
         return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
-        """The patch embedding, special tokens, learned positions and norm of the first stage, and the last norm."""
+        """The patch embedding, special tokens, learned positions and norm of the first stage, and the norm and standard
+        of the last.
+        """
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
@@ -52,10 +53,11 @@ class VisionTransformer(Module):
         return layers.embed_patches(p, self.config, context)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        """Features after the last norm, if there is one. ``p`` are the module's parameters on its last stage, and ``x``
-        is the output of the last layer.
+        """Features after the last norm, if there is one, scaled and standardised as ``ViT.output`` says.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the output of the last layer.
         """
-        return any_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
+        return layers.end(p, self.config, x)
 
     @property
     def medium(self) -> EncoderSpec:

@@ -1,4 +1,5 @@
-"""Places of patches in their images: learned embeddings, rows of a square table, which may be resized to each image.
+"""Places of patches in their images: learned embeddings, rows of a square table, which may be resized to each image, or
+sums of a row of a table of columns and of one of rows.
 
 Resizing is linear, so a patch's embedding is the product of the table with weights along rows and along columns. The
 weights are those of ``torch.nn.functional.interpolate``, which ``transformers`` uses. With ``align_corners=False`` they
@@ -8,7 +9,7 @@ are Keys 1981, "Cubic Convolution Interpolation", eq. 4 with a = -3/4. With ``an
 places.
 
 Shapes: R rows, T patches per row of this rank, S of all ranks, G places along a side of the table, N rows of the table
-(1 for a class token, and G²), D width.
+(1 for a class token, and G² or 2 G), D width.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def learned(
     """Position embeddings of patches, and of class tokens (coordinates -1); 0 for registers.
 
     Args:
-      table_ND: the table of ``c.grid``² rows, row by row of the grid, an array or a handle; with the class token's row
-        first, if there is one.
+      table_ND: the table of ``c.grid``² rows, row by row of the grid, or of ``c.grid`` columns and behind them as many
+        rows; an array or a handle, with the class token's row first, if there is one.
       c: the settings.
       context: the context of the first stage, whose inputs include "positions" [R, T, 2] and "segments".
       like: an array with the dtype of the result of a resized table; otherwise the dtype is that of the table.
@@ -42,6 +43,10 @@ def learned(
     positions_RT2, segments_RT = context.inputs["positions"], context.inputs["segments"]
     first = int(c.class_token)
     is_patch_RT, is_class_RT = positions_RT2[..., 0] >= 0, positions_RT2[..., 0] == -1
+    if c.has_axis_tables:
+        places_RT2 = positions_RT2[..., ::-1] + jnp.array([first, first + c.grid])
+        places_RT2 = jnp.where(is_patch_RT[..., None], places_RT2, jnp.array([0, -1]))  # -1 has zeros
+        return jnp.sum(lookup(table_ND, places_RT2), axis=2)
     if c.interpolate == "none":
         place_RT = first + positions_RT2[..., 0] * c.grid + positions_RT2[..., 1]
         x_RTD = lookup(table_ND, jnp.where(is_patch_RT, place_RT, 0))

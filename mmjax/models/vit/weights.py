@@ -13,7 +13,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.choices import ACTIVATION_OF
-from mmjax.models.vit import dino_weights, qwen_weights
+from mmjax.models.vit import dino_weights, gemma4_weights, qwen_weights
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
@@ -53,7 +53,18 @@ _CLASSES = {
     "dinov2_with_registers": "Dinov2WithRegistersModel",
     "dinov3_vit": "DINOv3ViTModel",
     "vit": "ViTModel",
+    gemma4_weights.KIND: gemma4_weights.CLASS,
 }
+_PLAIN: Mapping[str, Any] = {
+    "bias": True,
+    "qk_norm": False,
+    "v_norm": False,
+    "score_width": 0.0,
+    "post_norms": False,
+    "clipped": False,
+    "output": "plain",
+}
+"""What layers and results of all towers but Gemma 4's are."""
 
 # Defaults of transformers for keys that a config.json may leave out.
 _BASE: Mapping[str, Any] = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
@@ -100,8 +111,11 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     Raises:
       ConfigError: the tower belongs to none of these families, or mmjax cannot compute it.
     """
-    if hf_config.get("model_type") in qwen_weights.DEFAULTS:
-        return qwen_weights.settings(hf_config)
+    kind = hf_config.get("model_type")
+    if kind in gemma4_weights.KINDS:
+        return gemma4_weights.settings(hf_config)
+    if kind in qwen_weights.DEFAULTS:
+        return {**_PLAIN, **qwen_weights.settings(hf_config)}
     family, composite = family_of(hf_config), hf_config.get("whole")
     is_whole = composite is not None and composite.get("model_type") in _WHOLE
     layer = _layer_of(composite, family) if composite and not is_whole and layer is None else layer
@@ -113,6 +127,7 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     one_of("config.json: hidden_act", c["hidden_act"], ACTIVATION_OF)
     depth = c["num_hidden_layers"]
     return {
+        **_PLAIN,
         "layers": depth if layer is None else _layer_count(layer, depth),
         "width": c["hidden_size"],
         "heads": c["num_attention_heads"],
@@ -169,6 +184,8 @@ def to_hf_config(config: ViTConfig, *, model_type: str = "") -> dict[str, Any]:
 
 def _closest_config(c: ViTConfig, kind: str) -> dict[str, Any]:
     """The config.json of a model type with as many of the settings as it has."""
+    if kind == gemma4_weights.KIND:
+        return gemma4_weights.closest_config(c)
     hf_config: dict[str, Any] = {"model_type": kind, "architectures": [_CLASSES[kind]], "layer_norm_eps": c.norm_eps}
     hf_config |= {"hidden_size": c.width, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
     hf_config |= {"num_channels": c.channels, "patch_size": c.patch}
@@ -259,11 +276,14 @@ def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
     """The tower's weights table in a folder of this ``model_type``, such as "clip_vision_model".
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the two possible ``keys`` of its tensor, without and with
-    the prefix of a whole model, and its ``view`` of the tensor, such as the transpose. Qwen's towers have one key.
+    the prefix of a whole model, and its ``view`` of the tensor, such as the transpose. Qwen's and Gemma 4's towers have
+    one key.
 
     Raises:
-      KeyError: the model type is none of ``FAMILIES`` and none of Qwen's.
+      KeyError: the model type is none of ``FAMILIES``, none of Qwen's and not Gemma 4's.
     """
+    if model_type in gemma4_weights.KINDS:
+        return gemma4_weights.rows(config)
     if model_type in qwen_weights.DEFAULTS:
         return qwen_weights.rows(config, model_type)
     family = FAMILIES[model_type]
