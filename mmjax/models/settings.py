@@ -111,7 +111,7 @@ class EqualHeads(ModuleSettings):
     bias: bool = True
     """Whether products have biases; a settings class may override it by a field."""
     qkv_bias: bool = True
-    """Whether queries, keys and values have biases, where products have; a settings class may override it by a field."""
+    """Whether queries, keys and values have biases; a settings class may override it by a field."""
     k_bias: bool = True
     """Whether keys have one beside queries and values; a settings class may override it by a field."""
     qk_norm: bool = False
