@@ -20,6 +20,7 @@ class DecoderChecks(LayerKinds):
     """Checks of settings of ``DecoderConfig``, whose fields annotations repeat; each raises `ConfigError`."""
 
     heads: int
+    kv_rank: int
     rotated_pairs: int
     activation: str
     mask: str

@@ -1,4 +1,4 @@
-"""Kinds of a decoder's layers: runs of equal ones, and what they have in place of the decoder's settings.
+"""Kinds of a decoder's layers: runs of equal layers, and the settings of a run that differ from the decoder's.
 
 Imports no JAX.
 """
