@@ -182,6 +182,29 @@ def test_out_of_in_of_a_qwen35_is_the_same_folder_under_a_layout(tmp_path: Path,
     assert_same_bits(got, tensors)
 
 
+GEMMA4 = {
+    "experts": ("gemma4_moe", ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4")),
+    "inputs of layers": ("gemma4_per_layer", ("llm/Layout.tp=2", "llm/Layout.dp=2", "vision/Layout.rank_offset=4")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", GEMMA4)
+def test_out_of_in_of_a_gemma4_is_the_same_folder_under_a_layout(name: str, tmp_path: Path) -> None:
+    """No step: bit for bit, of layers of two shapes, and columns of one table for each layer."""
+    kind, layout = GEMMA4[name]
+    theirs, home = TOWER.parents[1] / "llm" / kind, tmp_path / "gemma"
+    tensors = everything(theirs)
+    for key in [key for key in tensors if "embed_tokens" in key]:  # as many tokens as there are bytes and marks
+        tensors[key] = np.concatenate([tensors[key]] * 4)
+    home.mkdir()
+    save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    rows = {"vocab_size": 4 * config["vocab_size"], "vocab_size_per_layer_input": 4 * config["vocab_size"]}
+    (home / "config.json").write_text(json.dumps({**config, **rows}))
+    assert_same_bits(exported(home, layout, tmp_path), tensors)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "changes"),

@@ -415,7 +415,7 @@ _STORED = ("stored keys", "stored values")
 
 
 def _with_sums(block: Block, stored: list[SharedKeys] | None) -> Body:
-    """The function of a layer as ``layers`` runs it; what it puts into ``stored`` is among its results."""
+    """The function of a layer as ``layers`` runs it, with the keys and values of ``stored`` among its results."""
 
     def body(x: Array, p: Params) -> tuple[Array, Sums]:
         result = block(x, p)

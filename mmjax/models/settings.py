@@ -98,6 +98,11 @@ class ModuleSettings:
         return False
 
     @property
+    def uncut_setting(self) -> str:
+        """The field that keeps layers in one stage, such as "kv_shared_layers"; "" where layers may be cut anywhere."""
+        return ""
+
+    @property
     def grid_setting(self) -> str:
         """The field that counts rows and columns of an image's tokens, such as "rope_sections"; "" where none does."""
         return ""

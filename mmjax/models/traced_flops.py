@@ -122,7 +122,7 @@ def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
 
 
 def _run_ends(module: Any, context: Context, p: Any, x: jax.Array) -> Any:
-    """What a module computes before its first and behind its last layer."""
+    """The computations of a module before its first layer and behind its last."""
     x = module.embed(p, context) + x
     if module.layer_input_width:
         module.layer_inputs(p, context, x)
@@ -136,7 +136,8 @@ def _run_layer(
     stored, read = list[SharedKeys](), shared.get(group.reads, ())
     context = replace(context.under(mask), stored=stored)
     if read:
-        context = replace(context, shared=SharedKeys(*(jnp.zeros(like.shape, like.dtype) for like in read)))
+        k, v = (jnp.zeros(like.shape, like.dtype) for like in read)
+        context = replace(context, shared=SharedKeys(k, v))
     y = group.block(context, x)(x, p)
     if group.stores:
         shared[group.stores] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (stored[0].k, stored[0].v)]

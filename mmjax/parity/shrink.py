@@ -8,6 +8,7 @@ the configuration sets the numbers of layers per stage, stages with more than th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmjax.assembly.model import with_fitting_rates
-from mmjax.configurable import gin_name
+from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.mesh.layout import Layout, cell_count
@@ -247,7 +248,22 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
     every = ("full_every", *(("attention_every",) if c.delta_heads else ()))
     sizes |= {name: layers for name in every if getattr(c, name) > layers > 1}
     sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
-    return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
+    sizes |= {"per_layer_width": min(c.per_layer_width, _HEAD), "kv_shared_mlp": _hidden(c.kv_shared_mlp, tp)}
+    small = replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **{**sizes, "kv_shared_layers": 0, "kv_shared_mlp": 0})
+    return replace(small, **_sharing(c, small, layouts[LLM]), kv_shared_mlp=sizes["kv_shared_mlp"])
+
+
+def _sharing(c: DecoderConfig, small: DecoderConfig, layout: Layout) -> dict[str, int]:
+    """The most layers that read keys of others, which the smaller stages allow; alternating kinds allow more."""
+    if not c.kv_shared_layers or small.layers == c.layers:
+        return {"kv_shared_layers": c.kv_shared_layers}
+    layout = replace(layout, layers=_stage_layers(layout)) if layout.layers else layout
+    every = {"full_every": 2} if small.full_every > 2 else {}
+    for count in range(min(c.kv_shared_layers, small.layers - 1), 0, -1):
+        with contextlib.suppress(ConfigError):
+            replace(small, **every, kv_shared_layers=count).check(LLM, layout)
+            return {**every, "kv_shared_layers": count}
+    return {"kv_shared_layers": 0}
 
 
 def _latent(c: DecoderConfig) -> dict[str, int]:

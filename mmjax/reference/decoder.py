@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +26,13 @@ from mmjax.reference.arithmetic import (
     module_of,
     normalised,
     project,
-    rms_norm,
-    rotate_to,
-    softmax_attention,
     turn_2d,
 )
+from mmjax.reference.attention import KeysByKind, Masks, attention_output, scaled_norm
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
-from mmjax.reference.latent import latent_heads
-from mmjax.reference.positions import cut_patches, patch_positions, token_positions
-from mmjax.reference.rotary import rotary_magnitude, rotary_tables
+from mmjax.reference.positions import cut_patches, patch_positions
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -63,7 +58,7 @@ def _decoder_layer(
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
         y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
-        y_ND = _attention(leaves, layer, decoder, normed, tables, masks, earlier)
+        y_ND = attention_output(leaves, layer, decoder, normed, tables, masks, earlier)
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
     normed = _pre_normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
@@ -74,7 +69,7 @@ def _decoder_layer(
     if input_NP is not None:
         gate_NP = activate(decoder.activation, matmul(x_ND, leaves[f"{prefix}/per_layer/gate"]))
         y_ND = matmul(gate_NP * input_NP, leaves[f"{prefix}/per_layer/out"])
-        x_ND = x_ND + _normed(leaves, f"{prefix}/per_layer_norm", decoder, y_ND)
+        x_ND = x_ND + scaled_norm(leaves, f"{prefix}/per_layer_norm", decoder, y_ND)
     if decoder.layer_scalar:
         x_ND = x_ND * jax.lax.stop_gradient(leaves[f"{prefix}/layer_scalar"])
     return x_ND, sums
@@ -83,109 +78,23 @@ def _decoder_layer(
 def _experts(
     leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: jax.Array, normed: jax.Array
 ) -> tuple[jax.Array, RouterSums]:
-    """The experts of a layer, with `Decoder.mlp_beside_experts` beside its mlp; `normed` is what an mlp reads."""
+    """The experts of a layer, with `Decoder.mlp_beside_experts` beside its mlp; `normed` is the input of an mlp."""
     if not decoder.mlp_beside_experts:
         return mixture(leaves, prefix, decoder, normed, x_ND)
-    y_ND, sums = mixture(leaves, prefix, decoder, _normed(leaves, f"{prefix}/experts_norm", decoder, x_ND), x_ND)
-    y_ND = _normed(leaves, f"{prefix}/experts_post_norm", decoder, y_ND)
+    y_ND, sums = mixture(leaves, prefix, decoder, scaled_norm(leaves, f"{prefix}/experts_norm", decoder, x_ND), x_ND)
+    y_ND = scaled_norm(leaves, f"{prefix}/experts_post_norm", decoder, y_ND)
     of_mlp = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation)
-    return y_ND + _normed(leaves, f"{prefix}/mlp_branch_norm", decoder, of_mlp), sums
+    return y_ND + scaled_norm(leaves, f"{prefix}/mlp_branch_norm", decoder, of_mlp), sums
 
 
 def _pre_normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    return _normed(leaves, name, decoder, x_ND) if decoder.pre_norms else x_ND
+    return scaled_norm(leaves, name, decoder, x_ND) if decoder.pre_norms else x_ND
 
 
 def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
-    return _normed(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
+    return scaled_norm(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
 
 
-def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    return rms_norm(leaves[name] + (1.0 if decoder.norm_plus_one else 0.0), x_ND, decoder.norm_eps)
-
-
-def _attention(
-    leaves: Arrays,
-    layer: int,
-    decoder: DecoderConfig,
-    normed: jax.Array,
-    tables: Tables | None,
-    masks: Masks | None,
-    earlier: KeysByKind,
-) -> jax.Array:
-    """The output of a layer's attention. `earlier` has the keys and values of the last layer of each kind, which the
-    last `Decoder.kv_shared_layers` read; others put theirs there.
-    """
-    prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
-    is_last = decoder.full_every > 0 and (layer + 1) % decoder.full_every == 0
-    is_global = not (decoder.window or decoder.chunk) or layer < decoder.full_layers or is_last
-    decoder = _of_layer(decoder, is_global=is_global)
-    width, magnitude = decoder.head_width, rotary_magnitude(decoder)
-    if tables is None:
-        tables = rotary_tables(decoder, token_positions(length, ()))
-
-    def optional(name: str, *, exists: bool) -> jax.Array | float:
-        return leaves[f"{prefix}/{name}"] if exists else 0.0
-
-    def heads(name: str, count: int) -> jax.Array:
-        projected = matmul(normed, leaves[f"{prefix}/attn/{name}"])
-        return (projected + optional(f"attn/{name}_bias", exists=decoder.qkv_bias)).reshape(length, count, -1)
-
-    def rotated(name: str, x_NHK: jax.Array) -> jax.Array:
-        if decoder.qk_norm:
-            normed_as = x_NHK.reshape(length, -1) if decoder.qk_norm_whole else x_NHK
-            x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, normed_as).reshape(x_NHK.shape)
-        if decoder.nope_every and (layer + 1) % decoder.nope_every == 0:
-            return x_NHK
-        rotated_width = decoder.rotary_width
-        turned = magnitude * rotate_to(x_NHK[..., :rotated_width], tables)
-        return jnp.concatenate([turned, x_NHK[..., rotated_width:]], axis=-1)
-
-    gate = None
-    if decoder.kv_rank:
-        q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
-    else:
-        q = heads("q", decoder.heads)
-        if decoder.attention_gate:
-            q, gate = q[..., :width], q[..., width:].reshape(length, -1)
-        q = rotated("q", q)
-        if layer < decoder.layers - decoder.kv_shared_layers:
-            k = heads("k", decoder.kv_heads)
-            v = k if decoder.keys_as_values else heads("v", decoder.kv_heads)
-            v = rms_norm(jnp.ones(width), v, decoder.norm_eps) if decoder.v_norm else v
-            earlier[is_global] = rotated("k", k), v
-        k, v = earlier[is_global]
-    if decoder.score_width:
-        q = q * (width / decoder.score_width) ** 0.5
-    if masks is None:
-        window = 0 if is_global else decoder.window
-        mixed = softmax_attention(q, k, v, causal=True, window=window, cap=decoder.score_cap)
-    else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[is_global], cap=decoder.score_cap)
-    if gate is not None:
-        mixed = mixed / (1 + jnp.exp(-gate))
-    return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
-
-
-def _of_layer(decoder: DecoderConfig, *, is_global: bool) -> DecoderConfig:
-    """The settings of the heads and the rotation of a layer without, or with, a window or chunks."""
-    changes: dict[str, Any] = {"global_head_dim": 0, "global_kv_heads": 0}
-    if is_global:
-        changes["head_dim"] = decoder.global_head_dim or decoder.head_dim
-        changes["kv_heads"] = decoder.global_kv_heads or decoder.kv_heads
-        return dataclasses.replace(decoder, **changes)
-    changes["keys_as_values"] = False
-    if decoder.local_rope_theta:
-        changes |= {"rope_theta": decoder.local_rope_theta, "local_rope_theta": 0.0, "rope_scaling": "none"}
-        changes |= {"rope_factor": 1.0, "rope_context": 0, "rope_turns": ()}
-        changes["rope_share"] = 1.0 if decoder.rope_scaling == "proportional" else decoder.rope_share
-    return dataclasses.replace(decoder, **changes)
-
-
-KeysByKind = dict[bool, tuple[jax.Array, jax.Array]]
-"""Keys and values [N, G, K] of the last layer without a window (True) and with one (False)."""
-Masks = tuple[jax.Array, jax.Array]
-"""Masks of layers with a window or chunks and of layers without, see `masks.masks_of`."""
 Loads = Mapping[str, jax.Array]
 """The number of tokens that chose each expert, by leaf of the router's bias."""
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
@@ -221,13 +130,13 @@ def _hidden(
             x_ND = x_ND.at[positions_M].add(features_MD)
         x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks, earlier, inputs[layer])
         sums += layer_sums
-    return calls("after", _normed(leaves, "llm/norm", decoder, x_ND)), sums
+    return calls("after", scaled_norm(leaves, "llm/norm", decoder, x_ND)), sums
 
 
 def _layer_inputs(
     leaves: Arrays, decoder: DecoderConfig, tokens_N: jax.Array, x_ND: jax.Array
 ) -> list[Float[Array, "N P"]]:
-    """What each layer reads beside its input: rows of its table, and a normed product of the first layer's input."""
+    """The inputs of layers beside the features: rows of a table, and a normed product of the first layer's input."""
     width, inputs, table = decoder.per_layer_width, list[jax.Array](), leaves["llm/per_layer/embed"]
     rows_NX = jnp.where((tokens_N >= 0)[:, None], table[tokens_N], 0.0)
     is_media_N = tokens_N == decoder.per_layer_media
@@ -236,7 +145,7 @@ def _layer_inputs(
         columns = slice(layer * width, (layer + 1) * width)
         rows_NP = rows_NX[:, columns] * width**0.5
         product_NP = matmul(x_ND, leaves["llm/per_layer/project"][:, columns]) / decoder.width**0.5
-        inputs.append((rows_NP + _normed(leaves, "llm/per_layer/norm", decoder, product_NP)) / 2**0.5)
+        inputs.append((rows_NP + scaled_norm(leaves, "llm/per_layer/norm", decoder, product_NP)) / 2**0.5)
     return inputs
 
 

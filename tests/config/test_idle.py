@@ -216,7 +216,8 @@ READ = {
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
-    "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
+    "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta rope_share "
+    "rope_scaling rope_sections norm_eps "
     "tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",

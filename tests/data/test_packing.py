@@ -59,8 +59,8 @@ sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_s
 
 
 def test_widths_of_rows_that_no_ranks_share_are_whole_tokens() -> None:
-    """540 patches would be 544, 64 times eight and a half, with tokens of four; those of nine stay whole."""
-    for merge, width in ((2, 544), (3, 576)):
+    """540 patches become 544, a multiple of 8, with tokens of four patches, and stay 540 with tokens of nine."""
+    for merge, width in ((2, 544), (3, 540)):
         spec = EncoderSpec(patch=4, merge=merge, channels=3, buckets=((1, 540),))
         packer = Packer(encoders={"vision": spec}, sequence_length=64, microbatches=1, cells=1, pad=0)
         assert packer.split_over({}).encoders["vision"].buckets == ((1, width),)

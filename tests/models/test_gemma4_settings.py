@@ -25,6 +25,10 @@ COMMON: dict[str, Any] = dict(
     **dict(attention_bias=False, use_bidirectional_attention="vision", rope_parameters=ROPE, sliding_window=1024),
 )
 LARGE: dict[str, Any] = dict(attention_k_eq_v=True, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+SMALL: dict[str, Any] = dict(
+    **dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144, attention_k_eq_v=False),
+    **dict(use_bidirectional_attention=None, sliding_window=512, num_global_key_value_heads=None),
+)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma4-31b": {
         **dict(COMMON, **LARGE, hidden_size=5376, intermediate_size=21504, num_hidden_layers=60),
@@ -36,9 +40,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(num_attention_heads=16, num_key_value_heads=8, num_global_key_value_heads=2),
         **dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
     },
+    "gemma4-e2b": {
+        **dict(
+            {**COMMON, **SMALL}, hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_attention_heads=8
+        ),
+        **dict(num_key_value_heads=1, num_kv_shared_layers=20, use_double_wide_mlp=True),
+        **dict(layer_types=[*[LOCAL] * 4, FULL] * 7),
+    },
+    "gemma4-e4b": {
+        **dict(
+            {**COMMON, **SMALL}, hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_attention_heads=8
+        ),
+        **dict(num_key_value_heads=2, num_kv_shared_layers=18, use_double_wide_mlp=False),
+    },
 }
 """Of the folders on the Hub, what shapes the model."""
 PARAMETERS = {"gemma4-31b": 30_697_345_340, "gemma4-26b-a4b": 25_233_141_790}
+PARAMETERS |= {"gemma4-e2b": 4_628_569_379, "gemma4-e4b": 7_463_013_418}
 """Of transformers' models, with the numbers that scale layers, which are buffers there."""
 TINY: dict[str, Any] = {
     **COMMON,
@@ -120,6 +138,7 @@ def test_layers_that_read_the_keys_of_others_have_none() -> None:
         ),
         ({}, {"pp": 2, "layers": (5, 3)}, "llm/Layout.layers=(5, 3): layers from 3 on share keys and values"),
         ({"full_every": 8}, {}, "llm/Decoder.kv_shared_layers=3: layers with a window and layers without need one"),
+        ({"per_layer_width": 4}, {"pp": 2, "layers": (3, 5)}, "llm/Layout.pp=2: each layer reads the embeddings (llm/"),
         ({"kv_shared_layers": 8}, {}, "llm/Decoder.kv_shared_layers=8: the first layers have the keys that these read"),
         ({"layers": 3, "kv_shared_layers": 1}, {"pp": 3}, "llm/Layout.layers=(1, 1, 1): layers from 0 on share keys"),
     ],
@@ -131,7 +150,7 @@ def test_layers_lie_in_a_stage_with_those_whose_keys_they_read(
     with pytest.raises(ConfigError) as error:
         c.check("llm", Layout(**layout))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
-    replace(c, layers=8, kv_shared_layers=3, full_every=2).check("llm", Layout(pp=2, layers=(3, 5)))
+    replace(c, layers=8, kv_shared_layers=3, full_every=2, per_layer_width=0).check("llm", Layout(pp=2, layers=(3, 5)))
 
 
 @pytest.mark.parametrize(

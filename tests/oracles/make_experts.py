@@ -48,10 +48,8 @@ LAYERS = {
         ("gemma3_text", "gemma2", "olmo2", "phi3", "gemma4_text", "gemma4_moe"),
         ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
     ),
-    **dict.fromkeys(
-        ("gemma4_shared", "gemma4_per_layer"),
-        ("layers.3.", "layers.4.", "layers.7.", "embed_tokens", "norm.weight", "per_layer"),
-    ),
+    "gemma4_shared": ("layers.3.", "layers.4.", "layers.7.", "embed_tokens", "norm.weight"),
+    "gemma4_per_layer": ("layers.1.", "layers.3.", "embed_tokens", "norm.weight", "per_layer"),
 }
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5

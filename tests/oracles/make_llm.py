@@ -189,8 +189,8 @@ FAMILIES: dict[str, Any] = {
         **dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
     ),
     "gemma4_per_layer": Gemma4TextConfig(
-        **{**GEMMA4, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
-        | dict(num_kv_shared_layers=3, hidden_size_per_layer_input=6),
+        **{**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=6),
     ),
 }
 

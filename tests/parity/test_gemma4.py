@@ -15,7 +15,8 @@ from mmjax.parity.shrink import shrink
 Changes = dict[str, Any]
 DENSE: Changes = {
     "llm/Decoder.layers": 4,
-    "llm/Decoder.global_head_dim": 8,
+    "llm/Decoder.head_dim": 8,
+    "llm/Decoder.global_head_dim": 16,
     "llm/Decoder.global_kv_heads": 2,
     "llm/Decoder.keys_as_values": True,
     "llm/Decoder.qk_norm": True,
@@ -25,7 +26,9 @@ DENSE: Changes = {
     "llm/Decoder.scaled_embed": True,
     "llm/Decoder.activation": "gelu",
     "llm/Decoder.tied": True,
-    "llm/Decoder.score_width": 4.0,
+    # Scores that are hardly divided, and norms of a few small numbers, make much of rounding errors.
+    "llm/Decoder.score_width": 16.0,
+    "llm/Decoder.norm_eps": 1e-3,
     "llm/Decoder.logit_cap": 2.0,
     "llm/Decoder.window": 6,
     "llm/Decoder.full_every": 2,
@@ -43,10 +46,11 @@ EXPERTS: Changes = DENSE | {
 }
 
 SHARED: Changes = DENSE | {
-    "llm/Decoder.layers": 6,
-    "llm/Decoder.kv_shared_layers": 3,
+    "llm/Decoder.kv_shared_layers": 2,
     "llm/Decoder.kv_shared_mlp": 80,
 }
+IN_STAGE: Changes = {"llm/Decoder.kv_shared_layers": 1, "llm/Layout.layers": (1, 3)}
+PER_LAYER: Changes = SHARED | {"llm/Decoder.per_layer_width": 6}
 
 
 def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
@@ -74,14 +78,23 @@ MATRIX: dict[str, Changes] = {
     "experts, three-phase": EXPERTS | layouts(0, {"tp": 2}, pp=2, tp=2) | THREE,
     "experts, adapters": EXPERTS | TWO_STAGES | ADAPTERS,
     "experts, sharded parameters": EXPERTS | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
-    "shared keys, zb-h1": SHARED | TWO_STAGES | SPLIT | {"llm/Layout.layers": (1, 5)},
+    "shared keys, zb-h1": SHARED | TWO_STAGES | SPLIT | IN_STAGE,
     "shared keys, cp and tp": SHARED | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
     "shared keys, cp by rings": SHARED | layouts(4, {"dp": 2}, cp=2, cp_way="ring"),
-    "shared keys, nested": SHARED | layouts(0, {"tp": 2}, pp=2, tp=2, layers=(1, 5)) | NESTED,
+    "shared keys, nested": SHARED | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED | IN_STAGE,
     "shared keys, recomputed, unrolled": SHARED
     | layouts(2, {"dp": 2}, tp=2)
     | {"llm/Decoder.remat": "full", "Train.unroll": True},
-    "shared keys, adapters": SHARED | TWO_STAGES | ADAPTERS | {"llm/Layout.layers": (1, 5)},
+    "shared keys, adapters": SHARED | TWO_STAGES | ADAPTERS | IN_STAGE,
+    "inputs of layers, cp and tp": PER_LAYER | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "inputs of layers, three-phase": PER_LAYER
+    | layouts(0, {"dp": 2, "tp": 2}, dp=2, tp=2)
+    | {"Train.schedule": "three-phase", "Train.microbatches": 4},
+    "inputs of layers, zb-h1, adapters": PER_LAYER | layouts(2, {"pp": 2}, tp=2) | SPLIT | ADAPTERS,
+    "inputs of layers, sharded parameters": PER_LAYER | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
+    "inputs of layers, recomputed, unrolled": PER_LAYER
+    | layouts(2, {"dp": 2}, tp=2)
+    | {"llm/Decoder.remat": "full", "Train.unroll": True},
     "two layers on one device": EXPERTS | layouts(0, {}) | {"llm/Decoder.layers": 2},
 }
 FAST = "two layers on one device"

@@ -20,6 +20,7 @@ class DecoderChecks(LayerKinds):
     """Checks of settings of ``DecoderConfig``, whose fields annotations repeat; each raises `ConfigError`."""
 
     heads: int
+    kv_rank: int
     rotated_pairs: int
     activation: str
     mask: str
@@ -117,7 +118,7 @@ class DecoderChecks(LayerKinds):
         count, layers, sources = self.kv_shared_layers, self.layers, self.key_sources
         fix = f"the first layers have the keys that these read, and there are {layers} layers; use {layers - 1} or less"
         require(count < layers, count_name, count, fix)
-        kinds = {self.is_local(at) for at in range(layers)}
+        kinds = {self.is_local(at) for at in range(layers - count, layers)}
         fix = "layers with a window and layers without need one before them with keys of their own; use fewer"
         require(len(sources) == len(kinds), count_name, count, fix)
         first, runs = sources[0], layout.runs(layers)

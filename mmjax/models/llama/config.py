@@ -433,6 +433,12 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         return self.delta_heads > 0
 
     @property
+    def uncut_setting(self) -> str:
+        """``per_layer_width`` or ``kv_shared_layers``, if it is set; see `ModuleSettings`."""
+        names = ("per_layer_width", "kv_shared_layers")
+        return next((name for name in names if getattr(self, name)), "")
+
+    @property
     def grid_setting(self) -> str:
         """`rope_sections` if they are set; see `ModuleSettings`."""
         return "rope_sections" if self.rope_sections else ""

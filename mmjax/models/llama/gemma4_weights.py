@@ -1,4 +1,4 @@
-"""Gemma 4 in folders of transformers: rows of what its layers have more, and their part of ``config.json``.
+"""Gemma 4 in folders of transformers: rows of its experts and inputs of layers, and its part of ``config.json``.
 
 The value of ``model_type`` is gemma4_text, also as the "text_config" of gemma4. Layers without the window have heads of
 their own width and number. Imports no JAX.
@@ -59,13 +59,13 @@ def layers_with(name: str, c: DecoderConfig, layers: tuple[int, ...] | None) -> 
     """Those of a decoder's ``layers`` with attention, ``None`` for all, that have the product ``name``, such as "k"."""
     if name in ("q", "o") or not (c.kv_shared_layers or (c.keys_as_values and name == "v")):
         return layers
-    own = range(c.layers - c.kv_shared_layers)
-    at_all = own if layers is None else (layer for layer in layers if layer in own)
+    with_keys = range(c.layers - c.kv_shared_layers)
+    at_all = with_keys if layers is None else (layer for layer in layers if layer in with_keys)
     return tuple(layer for layer in at_all if name == "k" or not c.keys_as_values or c.is_local(layer))
 
 
 def per_layer_rows() -> Iterator[Row]:
-    """Yields the rows of what layers read beside their input."""
+    """Yields the rows of the inputs of layers beside the features."""
     yield Row("per_layer/embed", ("model.embed_tokens_per_layer.weight",))
     yield Row("per_layer/project", ("model.per_layer_model_projection.weight",), TRANSPOSED)
     yield Row("per_layer/norm", ("model.per_layer_projection_norm.weight",))
@@ -112,6 +112,10 @@ def layer_settings(t: Json) -> dict[str, Any]:
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
     fix = "mmjax reads Gemma 4 as a causal model, with images that see themselves"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
+    fix = (
+        "mmjax shows images' tokens to one another in all layers or in none, and here they are in layers with a window"
+    )
+    require("whole" not in t or not bidirectional, "config.json: use_bidirectional_attention", bidirectional, fix)
     per_layer, rows = t["hidden_size_per_layer_input"] or 0, t["vocab_size_per_layer_input"]
     fix = f"mmjax has tables of one size, and vocab_size is {t['vocab_size']}"
     is_one_size = not per_layer or rows == t["vocab_size"]

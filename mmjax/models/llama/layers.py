@@ -109,7 +109,7 @@ class _PerLayerInput(nnx.Module):
 
 
 class _PerLayerInputs(nnx.Module):
-    """The table and the product that make what each layer reads beside its input."""
+    """The table and the product that give the inputs of layers beside the features."""
 
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
         columns = c.layers * c.per_layer_width
@@ -126,11 +126,14 @@ def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs:
     before = ("attn_norm", "mlp_norm") if c.pre_norms else ()
     for name in (*before, *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
         setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+    further: dict[str, nnx.Module | nnx.Param[Array]] = {}
     if c.per_layer_width:
-        layer.per_layer = _PerLayerInput(c, rngs)
-        layer.per_layer_norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        further["per_layer"] = _PerLayerInput(c, rngs)
+        further["per_layer_norm"] = nnx.Param(_first_scale(c, c.width), dims=("embed",))
     if c.layer_scalar:
-        layer.layer_scalar = nnx.Param(jnp.ones(1), dims=("scalar",))
+        further["layer_scalar"] = nnx.Param(jnp.ones(1), dims=("scalar",))
+    for name, value in further.items():
+        setattr(layer, name, value)
 
 
 class DecoderLayer(nnx.Module):
@@ -300,9 +303,9 @@ def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
 
 
 def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) -> Float[Array, "L B T P"]:
-    """What each layer reads beside its input.
+    """The inputs of layers beside the features.
 
-    They are a token's row of ``p``'s table "embed", times the root of P, and the normed product "project" of ``x
+    Each is a token's row of ``p``'s table "embed", times the root of P, and the normed product "project" of ``x
     [B, T, D]``, the first layer's input, added and divided by the root of 2.
     """
     width = c.per_layer_width
@@ -364,7 +367,7 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any
     axes, positions = context.axes, context.tokens.positions
     names = "q" if c.reads_keys else "qk" if c.keys_as_values else "qkv"
     products = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in names], axes)
-    q, *others = (y.reshape(*positions.shape[:2], -1) for y in products)
+    q, *keys_and_values = (y.reshape(*positions.shape[:2], -1) for y in products)
     q = split_heads(q, c.head_width * (2 if c.attention_gate else 1))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
 
@@ -378,7 +381,7 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any
 
     if c.reads_keys:
         return rotated("q", q), None, None, *gate
-    k, v = (split_heads(y, c.head_width) for y in (others[0], others[-1]))
+    k, v = (split_heads(y, c.head_width) for y in (keys_and_values[0], keys_and_values[-1]))
     return rotated("q", q), rotated("k", k), unscaled_rms_norm(v, c.norm_eps) if c.v_norm else v, *gate
 
 

@@ -113,6 +113,7 @@ _GEMMA4: Mapping[str, object] = {
 }
 """What the language models of Gemma 4 have in common."""
 _GEMMA4_LARGE: Mapping[str, object] = {**_GEMMA4, "keys_as_values": True}
+_GEMMA4_SMALL: Mapping[str, object] = {**_GEMMA4, "window": 512, "per_layer_width": 256}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
@@ -372,6 +373,26 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "kv_heads": 16,
         "global_kv_heads": 4,
         "mlp": 21504,
+    },
+    "gemma4-e2b": {
+        **_GEMMA4_SMALL,
+        "layers": 35,
+        "width": 1536,
+        "heads": 8,
+        "kv_heads": 1,
+        "mlp": 6144,
+        "full_every": 5,
+        "kv_shared_layers": 20,
+        "kv_shared_mlp": 12288,
+    },
+    "gemma4-e4b": {
+        **_GEMMA4_SMALL,
+        "layers": 42,
+        "width": 2560,
+        "heads": 8,
+        "kv_heads": 2,
+        "mlp": 10240,
+        "kv_shared_layers": 18,
     },
     "gemma4-26b-a4b": {
         **_GEMMA4_LARGE,

@@ -1,4 +1,4 @@
-"""Kinds of a decoder's layers: runs of equal ones, and what they have in place of the decoder's settings.
+"""Kinds of a decoder's layers: runs of equal layers, and the settings of a run that differ from the decoder's.
 
 Imports no JAX.
 """
@@ -67,10 +67,12 @@ class LayerKinds:
     def key_sources(self) -> tuple[int, ...]:
         """Indices of the layers whose keys and values the last ``kv_shared_layers`` read, ascending.
 
-        They are the last layer with and the last without the window that have keys of their own.
+        They are the last layers of the kinds of these, with or without the window, that have keys of their own.
         """
-        own = range(self.layers - self.kv_shared_layers) if self.kv_shared_layers else ()
-        return tuple(sorted({self.is_local(at): at for at in own}.values()))
+        first = self.layers - self.kv_shared_layers
+        last_of_kind = {self.is_local(at): at for at in range(first)}
+        read = {self.is_local(at) for at in range(first, self.layers)}
+        return tuple(sorted(at for kind, at in last_of_kind.items() if kind in read))
 
     def sharing(self, layer: int) -> str:
         """Whether a layer, by its index from 0, "stores" keys and values, "reads" stored ones, or neither: ""."""
