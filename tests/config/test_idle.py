@@ -132,6 +132,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
     "vision/ViT.k_bias": ("False", ("vision/ViT.qkv_bias=False",), ()),
+    "vision/ViT.qkv_bias": ("False", ("vision/ViT.bias=False",), ()),
     "llm/Decoder.qk_norm_whole": ("True", (), ("llm/Decoder.qk_norm=True",)),
     "vision/Projector.most_tiles": ("2", (), ("vision/Projector.newline=True",)),
     "llm/Layout.cp_way": ("'need'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
@@ -210,15 +211,14 @@ READ = {
     "Checkpoint": "every keep init_from grace_seconds",
     "Model": "encoders llm generators edges weights",
     "ViT": "preset layers width heads mlp patch channels merge positions class_token registers frames patch_bias bias "
-    "qkv_bias qk_norm v_norm score_width norm stem_norm last_norm norm_eps post_norms clipped output layer_scale gated "
+    "qk_norm v_norm score_width norm stem_norm last_norm norm_eps post_norms clipped output layer_scale gated "
     "activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
-    "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta rope_share "
-    "rope_scaling rope_sections norm_eps "
-    "tied z_loss attention remat",
+    "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
+    "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
     "Projector": "kind norm bias pool inject newline",

@@ -283,13 +283,17 @@ class ViTConfig(EqualHeads, SquarePatches):
 
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason: "rope_theta" or "grid" by
-        ``positions``, "k_bias" without ``qkv_bias``, or none.
+        ``positions``, "qkv_bias" without ``bias``, "k_bias" without ``qkv_bias``, or none.
         """
         read = {"rope_theta": self.rotates, "grid": self.has_table}
         reasons = {
             name: f"ViT.positions={self.positions!r} does not read it" for name, is_read in read.items() if not is_read
         }
-        return reasons | ({} if self.qkv_bias else {"k_bias": "ViT.qkv_bias=False: neither keys nor queries have one"})
+        if not self.bias:
+            reasons |= dict.fromkeys(("qkv_bias", "k_bias"), "ViT.bias=False: no product has one")
+        elif not self.qkv_bias:
+            reasons["k_bias"] = "ViT.qkv_bias=False: neither keys nor queries have one"
+        return reasons
 
     def _check_window(self) -> None:
         not_negative("ViT.window", self.window)
