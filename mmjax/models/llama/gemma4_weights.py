@@ -145,10 +145,10 @@ def layer_settings(t: Json) -> dict[str, Any]:
 
 def _mask(t: Json, window: int) -> dict[str, Any]:
     """``mask``, by which an image's tokens see one another in layers with the window, and ``full_causal``."""
-    whole = t.get("whole", {})
-    if not (whole.get("vision_config") and t["use_bidirectional_attention"] and window):
+    composite = t.get("whole", {})
+    if not (composite.get("vision_config") and t["use_bidirectional_attention"] and window):
         return {"mask": "causal", "full_causal": False}
-    tokens = whole.get("vision_soft_tokens_per_image") or 0
+    tokens = composite.get("vision_soft_tokens_per_image") or 0
     fix = f"mmjax shows an image's {tokens} tokens to one another, whatever the window; it has to be as many or more"
     require(window >= tokens, "config.json: sliding_window", window, fix)
     return {"mask": "gemma3", "full_causal": True}
