@@ -112,10 +112,6 @@ def layer_settings(t: Json) -> dict[str, Any]:
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
     fix = "mmjax reads Gemma 4 as a causal model, with images that see themselves"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
-    fix = (
-        "mmjax shows images' tokens to one another in all layers or in none, and here they are in layers with a window"
-    )
-    require("whole" not in t or not bidirectional, "config.json: use_bidirectional_attention", bidirectional, fix)
     per_layer, rows = t["hidden_size_per_layer_input"] or 0, t["vocab_size_per_layer_input"]
     fix = f"mmjax has tables of one size, and vocab_size is {t['vocab_size']}"
     is_one_size = not per_layer or rows == t["vocab_size"]
