@@ -170,8 +170,10 @@ SMALL_LAYOUTS: Mapping[str, tuple[str, ...]] = {
 }
 """A model whose layers read the embeddings is in one stage."""
 ALL_LAYOUTS = {"gemma4": LAYOUTS, "gemma4_small": SMALL_LAYOUTS}
-EVERY_RUN = [(kind, layout) for kind, layouts in ALL_LAYOUTS.items() for layout in layouts]
-RUNS = pytest.mark.parametrize(("kind", "layout"), [run for run in EVERY_RUN if run[1] != "nested"])
+RUNS = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(kind, layout) for kind, layouts in ALL_LAYOUTS.items() for layout in layouts if layout != "nested"],
+)
 
 
 def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
@@ -244,11 +246,12 @@ def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "layout"), EVERY_RUN)
-def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_as_the_dense_reference_does(layout: str, tmp_path: Path) -> None:
+    """The large model; the small one is compared with torch under its layouts, and its text in tests/parity."""
     # Rounding in an update of small embeddings, which are multiplied, changes the next gradients.
-    found = check(configured(tmp_path, kind, ALL_LAYOUTS[kind][layout]), steps=1, style="silent")
-    assert found and found.ok, found.numbers()
+    found = check(configured(tmp_path, "gemma4", LAYOUTS[layout]), steps=1, style="silent")
+    assert found and found.ok, found
 
 
 @pytest.mark.long

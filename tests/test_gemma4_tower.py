@@ -90,7 +90,8 @@ def table_of(kind: str, module: str, model: Any) -> Any:
 def packed(of: Oracle, width: int = 198) -> Arrays:
     """All images in one row."""
     images = tuple(of.values[f"image_{number}"] for number in range(IMAGES))
-    spec: Any = replace(of.model.encoders["vision"].module.medium, buckets=((1, width),))
+    medium: Any = of.model.encoders["vision"].module.medium
+    spec = replace(medium, buckets=((1, width),))
     count = sum(spec.tokens(*image.shape[:2]) for image in images)
     packer = Packer(encoders={"vision": spec}, sequence_length=count, microbatches=1, cells=1, pad=0)
     about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": PLACEHOLDER}}
@@ -158,13 +159,14 @@ def test_packed_images_have_the_tokens_and_gradients_of_torch(kind: str, tp: int
 def test_the_dense_reference_has_them_too(kind: str) -> None:
     of = oracle(kind)
     node = of.model.nodes["vision"]
-    assert node.projector
+    settings_of_projector = node.projector
+    assert settings_of_projector
 
     def loss(leaves: Any) -> Any:
         total = jnp.zeros(())
         for number in range(IMAGES):
-            image, projector = of.values[f"image_{number}"], node.projector
-            tokens, _ = encode_image(leaves, "vision", node.config, image, projector=projector)
+            image = of.values[f"image_{number}"]
+            tokens, _ = encode_image(leaves, "vision", node.config, image, projector=settings_of_projector)
             total += jnp.sum(tokens * of.values[f"weights_{number}"])
         return total
 
@@ -269,7 +271,7 @@ def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_p
     """From the folder's values, whose bounds many numbers reach."""
     # Rounding in an update moves a few numbers over a bound, where the next gradients jump.
     found = check(configured(tmp_path, kind, LAYOUTS[layout]), steps=1, style="silent")
-    assert found and found.ok, found.numbers()
+    assert found and found.ok, found
 
 
 @pytest.mark.long

@@ -164,8 +164,8 @@ class FolderTemplate:
             raise ValueError(f"{self.place} fails on the dialogue ({type(error).__name__}: {error})") from None
         if self.around_image:
             first, last = self.around_image
-            whole = f"{first}{self.image}{last}"
-            text = text.replace(first, f"\n\n{whole}\n\n") if self.begins_image else text.replace(self.image, whole)
+            image = f"{first}{self.image}{last}"
+            text = text.replace(first, f"\n\n{image}\n\n") if self.begins_image else text.replace(self.image, image)
         return text if keep_marks else text.replace(_LEARN, "").replace(_STOP, "")
 
 

@@ -112,10 +112,6 @@ def layer_settings(t: Json) -> dict[str, Any]:
     one_of("config.json: hidden_activation", activation, ACTIVATION_OF)
     fix = "mmjax reads Gemma 4 as a causal model, with images that see themselves"
     require(bidirectional in (None, "vision"), "config.json: use_bidirectional_attention", bidirectional, fix)
-    fix = (
-        "mmjax shows images' tokens to one another in all layers or in none, and here they are in layers with a window"
-    )
-    require("whole" not in t or not bidirectional, "config.json: use_bidirectional_attention", bidirectional, fix)
     per_layer, rows = t["hidden_size_per_layer_input"] or 0, t["vocab_size_per_layer_input"]
     fix = f"mmjax has tables of one size, and vocab_size is {t['vocab_size']}"
     is_one_size = not per_layer or rows == t["vocab_size"]
@@ -145,10 +141,10 @@ def layer_settings(t: Json) -> dict[str, Any]:
 
 def _mask(t: Json, window: int) -> dict[str, Any]:
     """``mask``, by which an image's tokens see one another in layers with the window, and ``full_causal``."""
-    whole = t.get("whole", {})
-    if not (whole.get("vision_config") and t["use_bidirectional_attention"] and window):
+    composite = t.get("whole", {})
+    if not (composite.get("vision_config") and t["use_bidirectional_attention"] and window):
         return {"mask": "causal", "full_causal": False}
-    tokens = whole.get("vision_soft_tokens_per_image") or 0
+    tokens = composite.get("vision_soft_tokens_per_image") or 0
     fix = f"mmjax shows an image's {tokens} tokens to one another, whatever the window; it has to be as many or more"
     require(window >= tokens, "config.json: sliding_window", window, fix)
     return {"mask": "gemma3", "full_causal": True}

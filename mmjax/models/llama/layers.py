@@ -321,7 +321,7 @@ def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) ->
 
 @jax.checkpoint  # otherwise the mask of every feature would be a residual
 def _untrained_at(x_BTF: Array, is_fixed_BT: Array) -> Array:
-    """The features, of which some tokens' have no gradient."""
+    """The features; no gradient passes where ``is_fixed_BT``."""
     return jnp.where(is_fixed_BT[..., None], jax.lax.stop_gradient(x_BTF), x_BTF)
 
 

@@ -113,7 +113,7 @@ _GEMMA4: Mapping[str, object] = {
 }
 """What the language models of Gemma 4 have in common."""
 _GEMMA4_LARGE: Mapping[str, object] = {**_GEMMA4, "keys_as_values": True}
-_GEMMA4_SMALL: Mapping[str, object] = {**_GEMMA4, "window": 512, "per_layer_width": 256}
+_GEMMA4_SMALL: Mapping[str, object] = {**_GEMMA4, "window": 512, "per_layer_width": 256, "per_layer_media": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
