@@ -112,6 +112,8 @@ class ModuleStage(StageModel):
         else:
             x = self._apply_callback("before", context, self._embed(p, context, carry, cells))
         added = self._injected(p, context, carry, cells, x)
+        if module.layer_input_width:
+            context = self._without_placeholders(context)
         x, level_outputs, sums = run_layers(
             module, module_params, context, x, self.layers, added, unroll=self.unroll, keep=self.levels
         )
@@ -189,6 +191,15 @@ class ModuleStage(StageModel):
         projected = [self._condition(p, context, carry, cells, path, x.dtype) for path in self.starts]
         features = self._apply_callback("projected", context, functools.reduce(operator.add, projected))
         return x + features.reshape(*x.shape[:2], -1)
+
+    def _without_placeholders(self, context: Context) -> Context:
+        """A copy with token 0, the padding, in the place of placeholders, for ``Module.layer_inputs``."""
+        tokens = context.tokens
+        ids_BT = tokens.inputs["tokens"]
+        for edge in () if self.starts else self.entering:
+            index = tokens.inputs[edge.index]
+            ids_BT = jnp.where((index[..., 0] if index.ndim > ids_BT.ndim else index) == -1, ids_BT, 0)
+        return replace(context, tokens=replace(tokens, inputs={**tokens.inputs, "tokens": ids_BT}))
 
     def _condition(
         self, p: Params, context: Context, carry: Carry, cells: int, path: str, dtype: Any
