@@ -138,11 +138,10 @@ CHECKED = {
             f"llm__Decoder_{name}": value
             for name, value in {
                 **dict(
-                    layers=4, window=6, full_every=2, head_dim=8, global_head_dim=16, global_kv_heads=1, norm_eps=1e-3
+                    layers=4, window=6, full_every=2, head_dim=8, global_head_dim=16, global_kv_heads=1, norm_eps=0.1
                 ),
                 **dict(keys_as_values=True, qk_norm=True, v_norm=True, post_norms=True, layer_scalar=True),
                 **dict(rope_scaling="proportional", rope_share=0.5, local_rope_theta=100.0, kv_shared_layers=1),
-                **dict(experts=4, expert_mlp=24, mlp_beside_experts=True, router_norm=True, expert_scale=True),
             }.items()
         },
     ),
