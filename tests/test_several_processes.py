@@ -148,6 +148,22 @@ CHECKED = {
         llm__Layout_ep=6,
         llm__Layout_ep_way="all-to-all",
     ),
+    # The second stage has the layer whose keys another one reads.
+    "layers of two shapes over processes": tiny(
+        Layout(dp=2, rank_offset=6),
+        Layout(dp=3, pp=2),
+        llm__Layout_layers=(1, 3),
+        **{
+            f"llm__Decoder_{name}": value
+            for name, value in {
+                **dict(
+                    layers=4, window=6, full_every=2, head_dim=8, global_head_dim=16, global_kv_heads=1, norm_eps=0.1
+                ),
+                **dict(keys_as_values=True, qk_norm=True, v_norm=True, post_norms=True, layer_scalar=True),
+                **dict(rope_scaling="proportional", rope_share=0.5, local_rope_theta=100.0, kv_shared_layers=1),
+            }.items()
+        },
+    ),
     "shards over processes": tiny(
         Layout(dp=2, rank_offset=6),
         Layout(dp=6),
@@ -174,6 +190,7 @@ TWO_ONLY = {
     "rings over processes",
     "inner features over processes",
     "heads and images over processes",
+    "layers of two shapes over processes",
 }
 APART: list[str] = []  # the tiny configuration's own
 

@@ -168,7 +168,7 @@ class Module(ABC):
     def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
         """The features that each layer reads beside its input, if any, from the input of the first one, ``x``.
 
-        ``p`` are the module's parameters.
+        ``p`` are the module's parameters. Host inputs "tokens" are ``media_token`` where ``x`` has tokens of others.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inputs of layers")
 

@@ -55,7 +55,7 @@ class ModuleSettings:
             experts=self.experts,
             by_tp=by_tp,
             by_expert_tp=by_expert_tp,
-            replicable=[setting_name(name, self, field) for field in self.replicable],
+            replicable=[setting_name(name, self, field) for field in self.replicable if getattr(self, field)],
         )
 
     def check(self, name: str, layout: Layout) -> None:

@@ -50,7 +50,7 @@ SHARED: Changes = DENSE | {
     "llm/Decoder.kv_shared_mlp": 80,
 }
 IN_STAGE: Changes = {"llm/Decoder.kv_shared_layers": 1, "llm/Layout.layers": (1, 3)}
-PER_LAYER: Changes = SHARED | {"llm/Decoder.per_layer_width": 6}
+PER_LAYER: Changes = SHARED | {"llm/Decoder.per_layer_width": 12, "llm/Decoder.norm_eps": 0.1}
 
 
 def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
