@@ -315,8 +315,8 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),
         (
             [f"Model.weights={str(folder)!r}"],
-            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, llava, "
-            "llava_next, llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, gemma4, "
+            "llava, llava_next, llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
             "qwen3_vl_moe; name the folder of a single module in its Weights.path",
         ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
@@ -330,7 +330,7 @@ def test_a_folder_alone_of_another_whole_model_is_refused_as_one(tmp_path: Path)
     """Not as a language model, which it is not."""
     (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {}}')
     assert folder_bindings(str(tmp_path))[1] == f"Model.weights={str(tmp_path)!r}"
-    with pytest.raises(ConfigError, match="its model_type is 'llama4'; mmjax reads whole models of gemma3, llava, "):
+    with pytest.raises(ConfigError, match="its model_type is 'llama4'; mmjax reads whole models of gemma3, gemma4, "):
         load_config([], folder_bindings(str(tmp_path)))
 
 

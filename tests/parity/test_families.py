@@ -43,6 +43,10 @@ FAMILIES: dict[str, Bindings] = {
         *("gemma3-4b", "siglip-so400m-14-896", "vision/ViT.merge=4"),
         *projector(kind="linear", norm="rms_plus_one", pool=True, bias=False),
     ),
+    "Gemma 4": family("gemma4-31b", "gemma4-31b", *projector(kind="linear", norm="rms_plain", pool=True, bias=False)),
+    "Gemma 4 with experts": family(
+        "gemma4-26b-a4b", "gemma4-31b", *projector(kind="linear", norm="rms_plain", pool=True, bias=False)
+    ),
     "PaliGemma 2": family("paligemma2-3b", SIGLIP, "vision/ViT.merge=1", *projector(kind="linear")),
     "SmolLM3 behind SigLIP": family("smollm3-3b", SIGLIP, *projector(hidden=4096)),
 }

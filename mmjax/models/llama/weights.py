@@ -305,6 +305,8 @@ def to_hf_config(
     for kind in [model_type] if model_type else ALONE:
         if (kind in _LATENT) != (c.kv_rank > 0) or (kind in _DELTA) != (c.delta_heads > 0):
             continue
+        if kind == _GEMMA4 and not (model_type or c.layer_scalar):  # its layers must end with one that has no window
+            continue
         hf_config = _closest_config(c, kind, positions, dtype)
         unmapped = {name: getattr(c, name) for name in _UNMAPPED}
         restored = DecoderConfig(**unmapped, **settings(hf_config))
