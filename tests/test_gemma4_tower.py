@@ -170,6 +170,7 @@ def test_the_dense_reference_has_them_too(kind: str) -> None:
             total += jnp.sum(tokens * of.values[f"weights_{number}"])
         return total
 
+    assert node.projector
     for number in range(IMAGES):
         image = of.values[f"image_{number}"]
         tokens, _ = encode_image(of.leaves, "vision", node.config, image, projector=node.projector)

@@ -75,7 +75,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         assert apart(tokens[0, here, :width], of.values[f"merged_{number}"]) < 2e-6, number
         assert_inner_features(of, np.asarray(tokens[0, here, width:]), number)
 
-    assert_packed_texts(of, batch, tokens, tp, bound=1e-5)
+    assert_packed_texts(of, batch, tokens, tp, bound=4e-5 if kind == "qwen3_5_moe" else 1e-5)
 
 
 def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:

@@ -124,9 +124,10 @@ MATRIX |= {
     "tower, adapters": TOWER
     | layouts(4, {"pp": 2, "tp": 2}, tp=2)
     | {"vision/Lora.rank": 2, "vision/Lora.targets": ("attn/*", "mlp/*"), "vision/Optimizer.frozen": True},
-    "tower, a class token and products kept": TOWER
+    "tower, registers without a class token": TOWER | layouts(4, {"tp": 2}, tp=2) | {"vision/ViT.registers": 2},
+    "tower, a class token, registers and products kept": TOWER
     | layouts(4, {"tp": 2}, tp=2)
-    | {"vision/ViT.class_token": True, "vision/ViT.remat": "dots"},
+    | {"vision/ViT.class_token": True, "vision/ViT.registers": 3, "vision/ViT.remat": "dots"},
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
 FAST = "two layers on one device"

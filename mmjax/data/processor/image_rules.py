@@ -189,7 +189,10 @@ def _uncut_tile(size: Mapping[str, Any], rules: Mapping[str, Any]) -> tuple[int,
 def _tiled(
     size: tuple[Any, ...], rules: Mapping[str, Any], usual: tuple[tuple[int, int], ...], *, alone: bool
 ) -> dict[str, Any]:
-    """Tiles of ``size`` in grids, by default the ``usual`` ones, of all images or of those that are ``alone``."""
+    """The settings of tiles: their ``size``, and the grids of the file or the ``usual`` ones.
+
+    alone: whether only an image that is its dialogue's only one has tiles.
+    """
     height, width = size
     pinpoints = rules.get("image_grid_pinpoints")
     if pinpoints and any(point[0] % height or point[1] % width for point in pinpoints):

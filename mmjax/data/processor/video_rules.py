@@ -85,7 +85,7 @@ def video_settings(folder: str, image: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rules_of(folder: str, model_type: str) -> dict[str, Any]:
-    """What a folder's files say of videos, {} if nothing.
+    """The values for videos in a folder's files, {} without any.
 
     Qwen2-VL and Qwen2.5-VL were published with a file for images alone, whose values `transformers` takes for both.
     """

@@ -1,4 +1,4 @@
-"""Model types of language models that are read, and what transformers takes for keys that ``config.json`` lacks.
+"""Model types of language models that are read, and the values of ``transformers`` for missing keys.
 
 Imports no JAX.
 """

@@ -45,7 +45,8 @@ def learned(
     is_patch_RT, is_class_RT = positions_RT2[..., 0] >= 0, positions_RT2[..., 0] == -1
     if c.has_axis_tables:
         places_RT2 = positions_RT2[..., ::-1] + jnp.array([first, first + c.grid])
-        places_RT2 = jnp.where(is_patch_RT[..., None], places_RT2, jnp.array([0, -1]))  # -1 has zeros
+        of_special = jnp.where((is_class_RT & c.class_token)[..., None], jnp.array([0, -1]), -1)  # -1 has zeros
+        places_RT2 = jnp.where(is_patch_RT[..., None], places_RT2, of_special)
         return jnp.sum(lookup(table_ND, places_RT2), axis=2)
     if c.interpolate == "none":
         place_RT = first + positions_RT2[..., 0] * c.grid + positions_RT2[..., 1]
