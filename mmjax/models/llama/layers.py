@@ -22,20 +22,19 @@ from mmjax.models.experts.router import ROUTER_METRICS, Router
 from mmjax.models.head import TokenLosses, token_losses
 from mmjax.models.layers import (
     ACTIVATIONS,
-    LAYER_INPUT,
     Params,
     column_parallel,
     column_parallel_of_parts,
-    embed_tokens,
     linear,
     residual_init,
     row_parallel_of_parts,
     saved,
     split_heads,
 )
-from mmjax.models.llama import rope
+from mmjax.models.llama import per_layer, rope
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.latent import LatentAttention, latent_heads
+from mmjax.models.llama.norms import first_scale, normed
 from mmjax.models.module import Block, Loss
 from mmjax.models.norms import rms_norm, scaled_by_constant, unscaled_rms_norm
 from mmjax.models.parameters import Part
@@ -63,13 +62,13 @@ class _Attention(nnx.Module):
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
         if c.qk_norm and not c.qk_norm_whole:
-            self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+            self.q_norm = nnx.Param(first_scale(c, c.head_width), dims=("head",))
             if not c.reads_keys:
-                self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+                self.k_norm = nnx.Param(first_scale(c, c.head_width), dims=("head",))
         if c.qk_norm and c.qk_norm_whole:
-            self.q_norm = nnx.Param(_first_scale(c, heads), dims=("heads",))
+            self.q_norm = nnx.Param(first_scale(c, heads), dims=("heads",))
             if not c.reads_keys:
-                self.k_norm = nnx.Param(_first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+                self.k_norm = nnx.Param(first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
 
 
 class _Mlp(nnx.Module):
@@ -84,11 +83,6 @@ class _Mlp(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
 
 
-def _first_scale(c: DecoderConfig, width: int) -> Array:
-    """The initial weight of a norm."""
-    return jnp.zeros(width) if c.norm_plus_one else jnp.ones(width)
-
-
 Mixing = Literal["attn", "delta"]
 """What mixes the tokens of a layer, as its parameters are named."""
 
@@ -99,37 +93,16 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
     return (LatentAttention if c.kv_rank else _Attention)(c, rngs)
 
 
-class _PerLayerInput(nnx.Module):
-    """The products with which a layer reads its input beside the features."""
-
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        shape, init = (c.width, c.per_layer_width), nnx.initializers.lecun_normal()
-        self.gate = nnx.Param(init(rngs.params(), shape), dims=("embed", "per_layer"))
-        self.out = nnx.Param(residual_init(c.layers)(rngs.params(), shape[::-1]), dims=("per_layer", "embed"))
-
-
-class _PerLayerInputs(nnx.Module):
-    """The table and the product that give the inputs of layers beside the features."""
-
-    def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        columns = c.layers * c.per_layer_width
-        table = nnx.initializers.normal(c.per_layer_width**-0.5)(rngs.params(), (c.vocab, columns))
-        project = nnx.initializers.lecun_normal()(rngs.params(), (c.width, columns))
-        self.embed = nnx.Param(table, dims=("vocab", "per_layers"))
-        self.project = nnx.Param(project, dims=("embed", "per_layers"))
-        self.norm = nnx.Param(_first_scale(c, c.per_layer_width), dims=("per_layer",))
-
-
 def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
     """Gives a layer its norms, and attention or the delta rule."""
     setattr(layer, mixing, _mixing(c, mixing, rngs))
     before = ("attn_norm", "mlp_norm") if c.pre_norms else ()
     for name in (*before, *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
-        setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+        setattr(layer, name, nnx.Param(first_scale(c, c.width), dims=("embed",)))
     further: dict[str, nnx.Module | nnx.Param[Array]] = {}
     if c.per_layer_width:
-        further["per_layer"] = _PerLayerInput(c, rngs)
-        further["per_layer_norm"] = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        further["per_layer"] = per_layer.Products(c, rngs)
+        further["per_layer_norm"] = nnx.Param(first_scale(c, c.width), dims=("embed",))
     if c.layer_scalar:
         further["layer_scalar"] = nnx.Param(jnp.ones(1), dims=("scalar",))
     for name, value in further.items():
@@ -162,7 +135,7 @@ class ExpertLayer(nnx.Module):
         if c.mlp_beside_experts:
             self.mlp = _Mlp(c, c.mlp, rngs)
             for name in ("mlp_branch_norm", "experts_norm", "experts_post_norm"):
-                setattr(self, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+                setattr(self, name, nnx.Param(first_scale(c, c.width), dims=("embed",)))
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
         if c.shared_gate:
@@ -180,7 +153,7 @@ class _Embedding(nnx.Module):
 
 class _Head(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        self.norm = nnx.Param(first_scale(c, c.width), dims=("embed",))
         if not c.tied:
             init = nnx.initializers.lecun_normal()
             self.head = nnx.Param(init(rngs.params(), (c.width, c.vocab)), dims=("embed", "vocab"))
@@ -193,11 +166,11 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     the last "norm" and, unless the table is tied, "head". A tied table is on both stages, and belongs to the first.
     """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
-    per_layer = (Part(partial(_PerLayerInputs, c), name="per_layer"),) if c.per_layer_width else ()
+    of_layers = (Part(partial(per_layer.Tables, c), name="per_layer"),) if c.per_layer_width else ()
     if first and last:
-        return (Part(embedding), *per_layer, head)
+        return (Part(embedding), *of_layers, head)
     if first:
-        return (Part(embedding, tie="lent" if c.tied else ""), *per_layer)
+        return (Part(embedding, tie="lent" if c.tied else ""), *of_layers)
     if last:
         return (Part(embedding, tie="borrowed"), head) if c.tied else (head,)
     return ()
@@ -261,7 +234,7 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
     def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
         x = _after_mixing(c, context, x_BTD, p).reshape(x_BTD.shape)
         h = _pre_normed(c, x, p, "mlp_norm")
-        h_of_experts = _normed(c, x, p["experts_norm"]) if c.mlp_beside_experts else h
+        h_of_experts = normed(c, x, p["experts_norm"]) if c.mlp_beside_experts else h
         scored = x if c.router_norm else h_of_experts
         y, sums = apply_experts(router, p["experts"], context, h_of_experts, losses, scored, activation=c.activation)
         if c.mlp_beside_experts:
@@ -294,48 +267,19 @@ def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -
 
 def _pre_normed(c: DecoderConfig, x: Array, p: Params, name: str) -> Array:
     """A branch's input after its norm, if it has one."""
-    return _normed(c, x, p[name]) if name in p else x
+    return normed(c, x, p[name]) if name in p else x
 
 
 def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
     """A branch's result after its own norm, if it has one, whose backward reads the result."""
-    return _normed(c, saved(y), p[name]) if name in p else y
-
-
-def per_layer_inputs(c: DecoderConfig, p: Params, context: Context, x: Array) -> Float[Array, "L B T P"]:
-    """The inputs of layers beside the features.
-
-    Each is a token's row of ``p``'s table "embed", times the root of P, and the normed product "project" of ``x
-    [B, T, D]``, the first layer's input, added and divided by the root of 2.
-    """
-    width = c.per_layer_width
-    tokens_BT = context.tokens.inputs["tokens"]
-    table_BTF = embed_tokens(tokens_BT, p["embed"], context.axes)
-    if c.per_layer_media >= 0:
-        table_BTF = _untrained_at(table_BTF, context.inputs["tokens"] == c.per_layer_media)
-    rows, product = ((y.reshape(*x.shape[:2], c.layers, width)) for y in (table_BTF, linear(x, p["project"])))
-    rows *= jnp.asarray(width**0.5, rows.dtype)
-    normed = _normed(c, product * c.width**-0.5, p["norm"])
-    return jnp.moveaxis((normed + rows) * 2**-0.5, 2, 0)
-
-
-@jax.checkpoint  # otherwise the mask of every feature would be a residual
-def _untrained_at(x_BTF: Array, is_fixed_BT: Array) -> Array:
-    """The features; no gradient passes where ``is_fixed_BT``."""
-    return jnp.where(is_fixed_BT[..., None], jax.lax.stop_gradient(x_BTF), x_BTF)
+    return normed(c, saved(y), p[name]) if name in p else y
 
 
 def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:
     """The output of a layer behind its mlp: with its input beside the features, and times its number."""
     if c.per_layer_width:
-        gate = ACTIVATIONS[c.activation](linear(x_BTD, p["per_layer"]["gate"]))
-        y = linear(gate * p[LAYER_INPUT], p["per_layer"]["out"])
-        x_BTD = x_BTD + _normed(c, saved(y), p["per_layer_norm"])
+        x_BTD = x_BTD + per_layer.branch(c, x_BTD, p)
     return scaled_by_constant(x_BTD, p["layer_scalar"]) if "layer_scalar" in p else x_BTD
-
-
-def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
-    return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
 
 
 def _normed_over_heads(c: DecoderConfig, axes: Axes, x_BTHK: Array, scale: Any) -> Array:
@@ -375,7 +319,7 @@ def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any
         if c.qk_norm and c.qk_norm_whole:
             y_BTHK = _normed_over_heads(c, axes, y_BTHK, a[f"{name}_norm"])
         elif c.qk_norm:
-            y_BTHK = _normed(c, y_BTHK, a[f"{name}_norm"])
+            y_BTHK = normed(c, y_BTHK, a[f"{name}_norm"])
         y_BTHK = rope.rotate(c, y_BTHK, positions)
         return y_BTHK if c.qk_norm else saved(y_BTHK)  # a norm's backward reads the products, which are saved
 

@@ -14,7 +14,7 @@ from mmjax.attention.language import WORDS, MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens
-from mmjax.models.llama import layers
+from mmjax.models.llama import layers, per_layer
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.runs import LayerRun
 from mmjax.models.module import LayerGroup, Loss, Module
@@ -97,8 +97,8 @@ class Llama(Module):
         return self.config.per_layer_media
 
     def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
-        """The input of each layer beside the features: see ``layers.per_layer_inputs``."""
-        return layers.per_layer_inputs(self.config, p["per_layer"], context, x)
+        """The input of each layer beside the features: see ``per_layer.inputs``."""
+        return per_layer.inputs(self.config, p["per_layer"], context, x)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
