@@ -1,6 +1,6 @@
 """`mmjax.check` of many configurations by the same processes, whose start costs more than a check.
 
-The argument is a JSON file: by name the files and the bindings of a configuration. Process 0 prints a line of JSON for
+The argument is a JSON file: by name the files, the bindings and the steps (2) of a configuration. Process 0 prints a line of JSON for
 each, in order.
 """
 
@@ -22,7 +22,7 @@ def main() -> int:
         jax_compat.compile_cheaply()
         join(find_processes({}))
         for name, one in given.items():
-            report = check(load_config(one["files"], one["bindings"]), steps=2, style="silent")
+            report = check(load_config(one["files"], one["bindings"]), steps=one.get("steps", 2), style="silent")
             if report:
                 print(json.dumps({"name": name, **report.numbers()}), flush=True)
     return 0
