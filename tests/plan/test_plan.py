@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_bytes_with_recompute_are_traced_when_they_are_read(tmp_path: Path, monk
     recipe = load_config((str(write_tiny(tmp_path)),), ())
     traced = list[str]()
 
-    def trace(recipe: Recipe, *arguments: Any) -> dict[str, dict[int, StageMemory]]:
+    def trace(recipe: Recipe, *arguments: Any) -> Callable[[str, int], StageMemory]:
         traced.append(recipe.model["llm"].settings.remat)
         return trace_memory(recipe, *arguments)
 
