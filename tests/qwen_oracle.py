@@ -5,6 +5,7 @@ Each folder has three sequences with no, one and four images, and their values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,7 +36,7 @@ from mmjax.weights.parameters import find_leaves
 from mmjax.weights.table import View, expand
 
 FOLDERS = Path(__file__).parent / "oracles" / "qwen"
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 IMAGE, LENGTH = 263, 104
 MODULES: Mapping[str, Any] = {"vision": FAMILIES["vit"], "vision_projector": PROJECTOR, "llm": FAMILIES["llama"]}
 Arrays = dict[str, np.ndarray]
@@ -203,7 +204,9 @@ def leaves_of_gradients(kind: str, recipe: Recipe, shapes: Mapping[str, Any]) ->
     folder = WeightsFolder.open(str(FOLDERS / kind))
     renamed = old if kind.startswith("qwen2") else str
     tensors = {renamed(key): own for key, own in np.load(FOLDERS / kind / "gradients.npz").items()}
-    assert tensors.keys() == folder.tensors.keys()
+    if kind == "qwen3_5_moe":
+        tensors = _by_expert(tensors)
+    assert tensors.keys() == {re.sub(r"\.experts\.\d+\.", ".experts.*.", key) for key in folder.tensors}
     found = {}
     for module, shape_of in shapes.items():
         own = find_pretrained(MODULES[module], folder.config)
@@ -214,6 +217,19 @@ def leaves_of_gradients(kind: str, recipe: Recipe, shapes: Mapping[str, Any]) ->
         ).items():
             shape = shape_of[leaf.removeprefix(f"{module}/")]
             found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
+    return found
+
+
+def _by_expert(tensors: Arrays) -> Arrays:
+    """Gradients of stacks of experts, as one key for the tensors of all experts, which this folder has apart."""
+    found: Arrays = {}
+    for key, stack in tensors.items():
+        begin, _, name = key.partition(".experts.")
+        if name == "gate_up_proj":
+            gate, up = np.split(stack, 2, axis=1)
+            found |= {f"{begin}.experts.*.gate_proj.weight": gate, f"{begin}.experts.*.up_proj.weight": up}
+        else:
+            found[f"{begin}.experts.*.down_proj.weight" if name else key] = stack
     return found
 
 

@@ -52,6 +52,12 @@ GEMMA_CHAT = (
     "{% for c in m.content %}{% if c.type == 'image' %}<start_of_image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+VICUNA_CHAT = (
+    "{% for m in messages %}{{ m.role.upper() }}: {% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>\n{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    "{% if m.role == 'assistant' %}</s>{% else %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llava": {
         "config": "finetune_llava15",
@@ -59,6 +65,21 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "special": ("<s>", "</s>", "<pad>", "<unk>", "<a>", "<b>", "<c>", "<image>"),
         "tokens": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
         "images": {"image_processor_type": "CLIPImageProcessor", "size": 28, "crop_size": 28},
+        "said": "{}</s>",
+        "asked": "ASSISTANT:",
+    },
+    "llava_next": {
+        "config": "finetune_llava15",
+        "folder": ORACLES / "llava_next",
+        "special": ("<s>", "</s>", "<pad>", "<unk>", "<a>", "<b>", "<c>", "<image>"),
+        "tokens": {
+            **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+            "chat_template": VICUNA_CHAT,
+        },
+        "images": {
+            **{"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 17},
+            "image_grid_pinpoints": [[17, 34], [34, 17]],
+        },
         "said": "{}</s>",
         "asked": "ASSISTANT:",
     },
@@ -79,6 +100,23 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "images": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 48, "width": 48}},
         "said": "{}<end_of_turn>",
         "asked": "<start_of_turn>model",
+    },
+    "gemma4": {
+        "config": "finetune_gemma4",
+        "folder": ORACLES / "gemma" / "gemma4",
+        "special": ("<pad>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|video|>", "<|image|>"),
+        "tokens": {
+            **{"bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>"},
+            "chat_template": GEMMA_CHAT.replace("<start_of_image>", "<|image|>")
+            .replace("<start_of_turn>", "<|turn>")
+            .replace("<end_of_turn>", "<turn|>"),
+        },
+        "images": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            **{"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 6},
+        },
+        "said": "{}<turn|>",
+        "asked": "<|turn>model",
     },
 }
 """By folder, what a processor has beside it."""

@@ -71,7 +71,8 @@ def write_drawn(c: DecoderConfig, home: Path, **options: Any) -> None:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: rng.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(to_hf_config(c), expand(entries_of(c), c.layers), read, home, dtype="bfloat16", **options)
+    hf_config = to_hf_config(c)
+    write(hf_config, expand(entries_of(c, hf_config["model_type"]), c.layers), read, home, dtype="bfloat16", **options)
 
 
 def assert_same_bits(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
@@ -181,6 +182,57 @@ def test_out_of_in_of_a_qwen35_is_the_same_folder_under_a_layout(tmp_path: Path,
     assert_same_bits(got, tensors)
 
 
+GEMMA4 = {
+    "experts": ("gemma4_moe", ("llm/Layout.tp=2", "llm/Layout.pp=2", "vision/Layout.rank_offset=4")),
+    "inputs of layers": ("gemma4_per_layer", ("llm/Layout.tp=2", "llm/Layout.dp=2", "vision/Layout.rank_offset=4")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", GEMMA4)
+def test_out_of_in_of_a_gemma4_is_the_same_folder_under_a_layout(name: str, tmp_path: Path) -> None:
+    """No step: bit for bit, of layers of two shapes, and columns of one table for each layer."""
+    kind, layout = GEMMA4[name]
+    theirs, home = TOWER.parents[1] / "llm" / kind, tmp_path / "gemma"
+    tensors = everything(theirs)
+    for key in [key for key in tensors if "embed_tokens" in key]:  # as many tokens as there are bytes and marks
+        tensors[key] = np.concatenate([tensors[key]] * 4)
+    home.mkdir()
+    save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((theirs / "config.json").read_text())
+    rows = {"vocab_size": 4 * config["vocab_size"], "vocab_size_per_layer_input": 4 * config["vocab_size"]}
+    (home / "config.json").write_text(json.dumps({**config, **rows}))
+    assert_same_bits(exported(home, layout, tmp_path), tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phi3", {"rope_share": 0.5, "window": 9}),
+        (
+            "olmo3",
+            {
+                **{"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True, "window": 9},
+                **{"full_every": 2, "local_rope_theta": 500000.0},
+            },
+        ),
+    ],
+)
+def test_out_of_in_of_small_families_is_the_same_folder_under_a_layout(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """No step: bit for bit, with joined products that ranks of tp read parts of, and norms of heads split over them."""
+    sizes: dict[str, Any] = dict(layers=4, width=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=261, norm_eps=1e-6)
+    home = tmp_path / kind
+    write_drawn(DecoderConfig(**sizes, **changes), home)
+    assert json.loads((home / "config.json").read_text())["model_type"] == kind
+    tensors = everything(home)
+    assert any("qkv_proj" in key for key in tensors) == (kind == "phi3")
+    got = exported(home, ("llm/Layout.tp=4", "llm/Layout.pp=1", "vision/Layout.rank_offset=4"), tmp_path)
+    assert_same_bits(got, tensors)
+
+
 @pytest.mark.long
 def test_out_of_in_is_the_same_folder_under_a_layout(folder: Path, tmp_path: Path) -> None:
     """No step: what is written is what was read, bit for bit; padded vocabularies and shards of devices between."""
@@ -263,9 +315,9 @@ def test_a_folder_and_a_setting_that_contradict_each_other(folder: Path, tmp_pat
         ([f"vision/Weights.path={str(folder)!r}"], f"vision/Weights.path={str(folder)!r}: "),
         (
             [f"Model.weights={str(folder)!r}"],
-            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, llava, "
-            "llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe; name the "
-            "folder of a single module in its Weights.path",
+            f"Model.weights={str(folder)!r}: its model_type is 'qwen2'; mmjax reads whole models of gemma3, gemma4, "
+            "llava, llava_next, llava_onevision, paligemma, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+            "qwen3_vl_moe; name the folder of a single module in its Weights.path",
         ),
         ([f"vision_projector/Weights.path={str(folder)!r}"], "its model_type is 'qwen2', which has no projector"),
     ):
@@ -278,7 +330,7 @@ def test_a_folder_alone_of_another_whole_model_is_refused_as_one(tmp_path: Path)
     """Not as a language model, which it is not."""
     (tmp_path / "config.json").write_text('{"model_type": "llama4", "vision_config": {}}')
     assert folder_bindings(str(tmp_path))[1] == f"Model.weights={str(tmp_path)!r}"
-    with pytest.raises(ConfigError, match="its model_type is 'llama4'; mmjax reads whole models of gemma3, llava, "):
+    with pytest.raises(ConfigError, match="its model_type is 'llama4'; mmjax reads whole models of gemma3, gemma4, "):
         load_config([], folder_bindings(str(tmp_path)))
 
 

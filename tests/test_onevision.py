@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.numpy import load_file
-from trial_runs import assert_same_tensors, write_tiny
+from tiled_folders import COVERED, IMAGE, LAYOUTS, SEQUENCES, TiledFolder
+from trial_runs import assert_same_tensors
 
 from mmjax.assembly.model import build_model
 from mmjax.config import load_config, operative_config
 from mmjax.configurable import ConfigError
 from mmjax.data.tiles import NEWLINE, arrange, token_count
-from mmjax.data.types import EncoderSpec, Sample, Tiled
+from mmjax.data.types import EncoderSpec, Sample
 from mmjax.eval.evaluator import Evaluator
 from mmjax.export.folders import export_folders
 from mmjax.models.families import FAMILIES, PROJECTOR
@@ -31,7 +32,6 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.parity.engine import check
-from mmjax.recipe import Recipe
 from mmjax.reference import sample_logits
 from mmjax.reference.encoders import encode
 from mmjax.reference.tiles import in_rows
@@ -40,35 +40,19 @@ from mmjax.weights.folder import read_config
 from mmjax.weights.table import expand, match
 
 FOLDER = Path(__file__).parent / "oracles" / "onevision"
-IMAGE, SEQUENCES, COVERED = 263, 5, 16
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "one device": ("llm/Layout.tp=1", "vision/Layout.dp=1", "vision/Layout.rank_offset=0"),
-    "tp, pp and split backward": (
-        *("llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='zb-h1'"),
-        *("vision/Layout.dp=1", "vision/Layout.tp=2", "vision/Layout.pp=2", "vision/Layout.rank_offset=4"),
-    ),
-    "cp": ("llm/Layout.tp=1", "llm/Layout.cp=6", "vision/Layout.rank_offset=6"),
-    "dp, unrolled": (
-        *("llm/Layout.tp=1", "llm/Layout.dp=3", "Train.unroll=True"),
-        *("vision/Layout.dp=3", "vision/Layout.rank_offset=3"),
-    ),
-}
 SETTINGS = (
     *("Data.sequence_length=128", "Train.eval_samples=0", "Train.clip_norm=0.0", "Train.global_batch=6"),
     *("Train.microbatches=1", "llm/Packing.buckets=((3, 128),)", "vision/Packing.buckets=((6, 160),)"),
 )
 
 
+OURS = TiledFolder(FOLDER, SETTINGS)
+configured, images, sample, leaves_of = OURS.configured, OURS.images, OURS.sample, OURS.leaves_of
+
+
 @pytest.fixture(scope="module")
 def values() -> dict[str, np.ndarray]:
     return dict(np.load(FOLDER / "values.npz"))
-
-
-def configured(folder: Path, *settings: str) -> Recipe:
-    path = write_tiny(folder)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
-    return load_config([path], [f"Model.weights={str(FOLDER)!r}", *SETTINGS, *settings])
 
 
 @dataclass(frozen=True)
@@ -92,43 +76,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
         tokenizer = trainer.parts.tokenizer
     (run / "config.gin").write_text(operative_config(config))
     return Begun(run, build_model(config, tokenizer), leaves, tokenizer.media_token("vision"))
-
-
-def images(values: Mapping[str, np.ndarray], number: int) -> tuple[Tiled, ...]:
-    sizes, grids = values[f"sizes_{number}"].tolist(), values[f"grids_{number}"].tolist()
-    return tuple(Tiled(size=tuple(size), grid=tuple(grid)) for size, grid in zip(sizes, grids, strict=True))
-
-
-def sample(values: Mapping[str, np.ndarray], number: int, placeholder: int) -> Sample:
-    """A sequence; a token counts unless it is an image's. The tower sees the pixels that whole patches cover."""
-    tokens = values[f"tokens_{number}"].astype(np.int32)
-    is_image = tokens == IMAGE
-    pixels = values[f"pixels_{number}"].astype(np.float32)
-    media = np.ascontiguousarray(pixels.reshape(-1, *pixels.shape[2:])[:, :COVERED, :COVERED])
-    about: Any = {"question": "", "answer": "", "prompt": 0, "media_tokens": {"vision": placeholder}}
-    return Sample(
-        tokens=np.where(is_image, placeholder, tokens).astype(np.int32),
-        loss_weights=(~is_image).astype(np.float32),
-        media={"vision": tuple(media)},
-        tiled={"vision": images(values, number)},
-        **about,
-    )
-
-
-def leaves_of(
-    recipe: Recipe, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    """Torch's gradients by the names of our leaves, through the tables."""
-    found = {}
-    for module in {name.partition("/")[0] for name in shapes}:
-        part: Any = recipe.model.parts[module]
-        table = find_pretrained(part.family, read_config(str(FOLDER))).rows(part.settings)
-        matches = match(expand(table, getattr(part.settings, "layers", 0)), tensors)
-        assert not matches.missing
-        for leaf, (key, view) in matches.places.items():
-            shape = shapes[f"{module}/{leaf}"]
-            found[f"{module}/{leaf}"] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
-    return found
 
 
 def test_an_image_has_as_many_tokens_as_the_processor_counts(values: dict[str, np.ndarray]) -> None:

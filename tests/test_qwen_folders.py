@@ -60,7 +60,7 @@ OLDER = pytest.mark.parametrize("kind", KINDS[:2])
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1, 2), strict=True)])
+@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1, 2, 1), strict=True)])
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     """Images of five sizes, most of them cut by windows at their edges; texts with four, one and none of them."""
     of = oracle(kind)
@@ -75,7 +75,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
         assert apart(tokens[0, here, :width], of.values[f"merged_{number}"]) < 2e-6, number
         assert_inner_features(of, np.asarray(tokens[0, here, width:]), number)
 
-    assert_packed_texts(of, batch, tokens, tp, bound=1e-5)
+    assert_packed_texts(of, batch, tokens, tp, bound=4e-5 if kind == "qwen3_5_moe" else 1e-5)
 
 
 def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
@@ -108,7 +108,7 @@ def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2, 4))]
+    "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2, 4, 5))]
 )
 def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     of = oracle(kind)
@@ -396,7 +396,7 @@ PLAIN = tuple(layout for layout in LAYOUTS if layout != IN_ORDER)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in ("qwen2_vl", "qwen3_vl") for layout in PLAIN]
-    + [("qwen3_vl_moe", SPLIT), ("qwen3_5", SPLIT), ("qwen3_5", IN_ORDER)],
+    + [("qwen3_vl_moe", SPLIT), *((kind, way) for kind in KINDS[4:] for way in (SPLIT, IN_ORDER))],
 )
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, kind, LAYOUTS[layout])
@@ -421,8 +421,8 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
     want = leaves_of_gradients(kind, config, shapes)
     assert got.keys() == want.keys() and len(want) > 80
     for name, leaf in want.items():
-        # Torch in fp32 is up to 1e-5 away from itself in fp64 here.
-        bound = (4e-5 if kind == "qwen3_5" else 2e-5) * max(np.abs(leaf).max(), 1e-3)
+        # Torch in fp32 is up to 1e-5 away from itself in fp64 here, with delta layers and experts 5e-5.
+        bound = {"qwen3_5": 4e-5, "qwen3_5_moe": 1e-4}.get(kind, 2e-5) * max(np.abs(leaf).max(), 1e-3)
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
 
 
@@ -479,7 +479,7 @@ def test_the_dense_reference_says_what_transformers_says(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in KINDS[:2] for layout in PLAIN]
-    + [*((kind, SPLIT) for kind in KINDS[2:]), ("qwen3_5", IN_ORDER)],
+    + [*((kind, SPLIT) for kind in KINDS[2:]), *((kind, IN_ORDER) for kind in KINDS[4:])],
 )
 def test_layouts_train_as_the_dense_reference_does(kind: str, layout: str, tmp_path: Path) -> None:
     # Rounding in an update changes the next gradients of Qwen3-VL's folders, whose parameters are large, by 1e-5.

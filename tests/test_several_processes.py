@@ -121,6 +121,25 @@ CHECKED = {
         vision__Projector_inject=(1, 2, 3),
         vision__Projector_levels=(0, 1, 2),
     ),
+    # The mean of one norm of all heads, and the sides of images, over ranks of both.
+    "heads and images over processes": tiny(
+        Layout(cp=8),
+        Layout(tp=8),
+        llm__Decoder_heads=8,
+        llm__Decoder_head_dim=4,
+        llm__Decoder_kv_heads=4,
+        llm__Decoder_mlp=40,
+        llm__Decoder_pre_norms=False,
+        llm__Decoder_post_norms=True,
+        llm__Decoder_qk_norm=True,
+        llm__Decoder_qk_norm_whole=True,
+        llm__Decoder_norm_eps=1e-2,
+        vision__ViT_positions="axial_centres",
+        vision__ViT_class_token=True,
+        vision__ViT_registers=2,
+        vision__ViT_k_bias=False,
+        vision__ViT_gated=True,
+    ),
     "experts over processes": tiny(
         Layout(dp=2, rank_offset=6),
         Layout(dp=6),
@@ -128,6 +147,22 @@ CHECKED = {
         llm__Decoder_balance_loss=0.01,
         llm__Layout_ep=6,
         llm__Layout_ep_way="all-to-all",
+    ),
+    # The second stage has the layer whose keys another one reads.
+    "layers of two shapes over processes": tiny(
+        Layout(dp=2, rank_offset=6),
+        Layout(dp=3, pp=2),
+        llm__Layout_layers=(1, 3),
+        **{
+            f"llm__Decoder_{name}": value
+            for name, value in {
+                **dict(
+                    layers=4, window=6, full_every=2, head_dim=8, global_head_dim=16, global_kv_heads=1, norm_eps=0.1
+                ),
+                **dict(keys_as_values=True, qk_norm=True, v_norm=True, post_norms=True, layer_scalar=True),
+                **dict(rope_scaling="proportional", rope_share=0.5, local_rope_theta=100.0, kv_shared_layers=1),
+            }.items()
+        },
     ),
     "shards over processes": tiny(
         Layout(dp=2, rank_offset=6),
@@ -154,6 +189,8 @@ TWO_ONLY = {
     "lists over processes",
     "rings over processes",
     "inner features over processes",
+    "heads and images over processes",
+    "layers of two shapes over processes",
 }
 APART: list[str] = []  # the tiny configuration's own
 

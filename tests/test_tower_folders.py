@@ -17,7 +17,7 @@ LAYOUT = ("vision/Layout.tp=2", "vision/Layout.pp=3", "vision/Layout.dp=1", "vis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["clip", "dinov2"])
+@pytest.mark.parametrize("family", ["clip", "dinov2", "dinov2_with_registers", "dinov3_vit_gated"])
 def test_out_of_in_is_the_same_folder_under_a_layout(family: str, tmp_path: Path) -> None:
     """Tensors that no leaf needs, CLIP's last norm and DINOv2's masking token, come through as they are."""
     path = write_tiny(tmp_path)

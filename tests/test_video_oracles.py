@@ -22,6 +22,7 @@ from qwen_oracle import (
     apart,
     assert_packed_texts,
     configured,
+    old,
     opened,
     tokens_of,
 )
@@ -37,9 +38,9 @@ from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.parameters import find_leaves
 from mmjax.weights.table import expand
 
-KINDS = ("qwen3_vl", "qwen3_5")
+KINDS = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
 VIDEO, LENGTH, PATCHES = 262, 120, 224
-BOUNDS = {"qwen3_vl": 2e-5, "qwen3_5": 1e-4}
+BOUNDS = {**dict.fromkeys(KINDS, 2e-5), "qwen3_5": 1e-4}
 """The norm behind a small output of a delta layer makes fp32 five times less exact."""
 Arrays = dict[str, np.ndarray]
 
@@ -49,9 +50,12 @@ def oracle(kind: str) -> Oracle:
     return Oracle(*opened(FOLDERS / kind), dict(np.load(FOLDERS.parent / "video" / f"{kind}.npz")))
 
 
-def sample_of(values: Mapping[str, np.ndarray], name: str, media: str, placeholder: int = 0) -> Sample:
-    """A sequence and its media; with ``placeholder`` in place of the tokens of images and videos."""
+def sample_of(
+    values: Mapping[str, np.ndarray], name: str, media: str, placeholder: int = 0, times: str = "prompt_times_"
+) -> Sample:
+    """A sequence, its media and times; with ``placeholder`` in place of the tokens of images and videos."""
     tokens, count = values[name], sum(key.startswith(media) for key in values)
+    timed = [tuple(values[key].tolist()) for key in values if key.startswith(times)]
     seen = np.isin(tokens, (IMAGE, VIDEO))
     return Sample(
         tokens=np.where(seen, placeholder, tokens).astype(np.int32) if placeholder else tokens.astype(np.int32),
@@ -62,21 +66,31 @@ def sample_of(values: Mapping[str, np.ndarray], name: str, media: str, placehold
         prompt=len(tokens),
         media_tokens={"vision": placeholder or IMAGE},
         video_tokens={"vision": placeholder or VIDEO},
+        video_times={"vision": tuple(timed)} if timed else {},
     )
 
 
 def samples(values: Mapping[str, np.ndarray], placeholder: int = 0) -> list[Sample]:
-    return [sample_of(values, f"tokens_{number}", f"media_{number}_", placeholder) for number in range(3)]
+    return [
+        sample_of(values, f"tokens_{number}", f"media_{number}_", placeholder, f"times_{number}_")
+        for number in range(3)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_those_of_transformers(kind: str) -> None:
-    """Each temporal patch has a grid of its own, and text goes on behind its largest number."""
+    """Each temporal patch has a grid of its own, and text goes on behind its largest number.
+
+    Of Qwen2.5-VL's video with times 0, 3 and 6 these are not 5.24's own, but those of the models' training; see
+    ``oracles/make_video.py``.
+    """
     of = oracle(kind)
     specs: Any = {"vision": of.model.encoders["vision"].module.medium}
     for number, sample in enumerate(samples(of.values)):
         found = sample_positions(sample, meta_of(sample, specs).grids, specs)
         np.testing.assert_array_equal(found, of.values[f"positions_{number}"])
+    if kind == "qwen2_5_vl":
+        assert sorted(set(of.values["positions_1"][:, 0])) == [*range(7), 9, 12, 13]
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), ("qwen3_5", 1)])
@@ -123,7 +137,10 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "layout"), [*(("qwen3_vl", layout) for layout in LAYOUTS), ("qwen3_5", "cp")])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*(("qwen3_vl", layout) for layout in LAYOUTS), *((kind, "cp") for kind in KINDS[1:]), ("qwen2_5_vl", "dp")],
+)
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Any) -> None:
     """Temporal patches are segments, which ranks of cp and rows of dp share as they share images."""
     config = configured(
@@ -141,7 +158,7 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
     assert loss == pytest.approx(float(values["loss"]), rel=5e-6)
     got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in leaves.items() if name.startswith("adam_m/")}
     want = torch_gradients(kind, config, got)
-    assert got.keys() == want.keys() and len(want) > 80
+    assert got.keys() == want.keys() and len(want) > 60
     for name, leaf in want.items():
         bound = 1e-4 * max(np.abs(leaf).max(), 1e-3)
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
@@ -153,7 +170,9 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
 def torch_gradients(kind: str, recipe: Any, got: Arrays) -> Arrays:
     """Torch's gradients by the names of our leaves."""
     folder, values = WeightsFolder.open(str(FOLDERS / kind)), oracle(kind).values
+    renamed = old if kind.startswith("qwen2") else str
     tensors = {key.removeprefix("gradient/"): own for key, own in values.items() if key.startswith("gradient/")}
+    tensors = {renamed(key): own for key, own in tensors.items()}
     assert tensors.keys() == folder.tensors.keys()
     shapes: dict[str, dict[str, Any]] = {}
     for name, leaf in got.items():

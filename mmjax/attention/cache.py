@@ -104,6 +104,19 @@ class Cache:
         k_BSGK, v_BSGV = pair
         return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGV, v_BTGV], 1), self._all_tokens
 
+    def of_layer(self, name: str) -> tuple[Array, Array, Tokens]:
+        """Keys, values and tokens that new tokens attend to in the last of the layers of this name, which have run.
+
+        They are those of the layer's only call of attention; see ``extended``.
+        """
+        new: Any = self.new[name][0]
+        k_BTGK, v_BTGV = (x[-1] if x.ndim == len("LBTGK") else x for x in new)
+        if self._is_beginning:
+            return k_BTGK, v_BTGV, self.tokens
+        cached: Any = self.cached(name)[0]
+        k_BSGK, v_BSGV = (x[-1] if x.ndim == len("LBSGK") else x for x in cached)
+        return jnp.concatenate([k_BSGK, k_BTGK], 1), jnp.concatenate([v_BSGV, v_BTGV], 1), self._all_tokens
+
     def state(self) -> tuple[Array, ...] | None:
         """The arrays of the layer's cached ``State``; ``None`` at the beginning of rows. To be called inside ``layer``,
         before ``store``.

@@ -93,6 +93,7 @@ class ConfigBuilder:
             for name, kind, role in model.roles
         }
         image_folder = folders.of_settings(data.image_encoder) if data.image_encoder in weights else ""
+        has_times = bool(nodes[LLM].settings.grid_setting)
         task_config = origin_class(data).Config
         return Recipe(
             model=ModelSpec(nodes=nodes, edges=self._edges(model), weights=model.weights),
@@ -101,7 +102,9 @@ class ConfigBuilder:
             data=DataSpec(
                 data,
                 task=self._build(task_config) if task_config else None,
-                sources={name: self._source(name, data, image_folder) for name in scopes[SourceConfig]},
+                sources={
+                    name: self._source(name, data, image_folder, has_times=has_times) for name in scopes[SourceConfig]
+                },
             ),
             checkpoint=self._build(CheckpointConfig),
         )
@@ -214,15 +217,18 @@ class ConfigBuilder:
         dtype = stored_dtype(folder, family, settings)
         return self._build(OptimizerConfig, name, {"frozen_dtype": dtype}) if dtype else optimizer
 
-    def _source(self, name: str, data: DataConfig, folder: str) -> SourceConfig:
-        """A dataset. The tokenizer's folder decides its template, the image encoder's folder its image rules."""
+    def _source(self, name: str, data: DataConfig, folder: str, *, has_times: bool) -> SourceConfig:
+        """A dataset. The tokenizer's folder decides its template, the image encoder's folder its image rules.
+
+        has_times: whether the LLM's positions have an axis of time.
+        """
         values = self._values(SourceConfig, name)
         try:
             preset = preset_values(SourceConfig, str(values.get("preset", "")))
         except ConfigError as error:
             raise self.located(error, name) from None
         values = {**preset, **values}
-        decided = source_settings(values, name, data.tokenizer, folder)
+        decided = source_settings(values, name, data.tokenizer, folder, has_times=has_times)
         for field in (field for field in decided if field in values and field not in FREE):
             if values[field] != decided[field]:
                 fix = f"{folder} has {decided[field]!r}; leave the setting out, or set {name}/Source.resize too"

@@ -78,7 +78,9 @@ def grown_tables(settings: Mapping[str, Any], data: DataConfig) -> dict[str, int
     return {"vocab": max(settings["vocab"], tokenizer.table_size)}
 
 
-def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder: str) -> dict[str, Any]:
+def source_settings(
+    values: Mapping[str, Any], name: str, tokenizer: str, folder: str, *, has_times: bool
+) -> dict[str, Any]:
     """The fields of a `Source` that folders decide, by name: "template", and rules for images such as "resize".
 
     "template" is the name of a chat template, such as "vicuna", or "folder" for the folder's own; "video" and others
@@ -92,6 +94,8 @@ def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder
       name: the source's, for messages.
       tokenizer: Data.tokenizer.
       folder: the folder that the image encoder starts from; "" for none.
+      has_times: whether the LLM's positions have an axis of time; else times of videos cannot be positions, and a
+        folder that has them so decides nothing about videos.
 
     Raises:
       ConfigError: a folder has rules for images that mmjax does not have, or a file cannot be read.
@@ -108,7 +112,8 @@ def source_settings(values: Mapping[str, Any], name: str, tokenizer: str, folder
             raise ConfigError(f"{name}/Source.resize is left to {folder}: {error}") from None
         if "video" not in values:
             try:
-                decided |= video_settings(folder, {**decided, **values})
+                of_videos = video_settings(folder, {**decided, **values})
             except ConfigError as error:
                 raise ConfigError(f"{name}/Source.video is left to {folder}: {error}") from None
+            decided |= of_videos if has_times or of_videos.get("video") != "positions" else {}
     return decided

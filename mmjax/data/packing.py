@@ -90,7 +90,8 @@ class Packer:
 
         Duplicates are removed. module: "llm", or the name of an encoder or generator.
         """
-        split = self.splits.get(module, UNSPLIT)
+        token = self.encoders[module].patches_per_token if module in self.encoders else 1
+        split = self.splits.get(module, Split(unit=token))
         return tuple(dict.fromkeys((rows, split.rounded(width)) for rows, width in buckets))
 
     def plan(self, step: int, metas: Sequence[SampleMeta]) -> StepPlan:

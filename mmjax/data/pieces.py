@@ -24,11 +24,13 @@ class Timed:
 
     Attributes:
       count: LLM tokens of a temporal patch.
-      seconds: the time of each temporal patch.
+      patches: number of its temporal patches.
+      seconds: the time of each temporal patch, which stands before it in the text; () where times are positions.
     """
 
     count: int
-    seconds: tuple[float, ...]
+    patches: int
+    seconds: tuple[float, ...] = ()
 
 
 Count = int | Timed
@@ -153,13 +155,16 @@ def written_pieces(media: DialogueMedia, turns: Sequence[Turn], template: Templa
 def temporal_patches(piece: Piece, around: tuple[str, str] = ("", "")) -> list[Piece]:
     """The pieces of a video: for each temporal patch its time, such as "<0.5 seconds>", and its medium.
 
-    Texts ``around`` stand before and behind each medium. Any other piece is returned alone.
+    Texts ``around`` stand before and behind each medium. Where times are positions there are media alone. Any other
+    piece is returned alone.
     """
     if piece.kind != "video":
         return [piece]
     assert piece.timed
     begin, end = around
     medium = Piece(kind="medium", text=piece.text, count=piece.timed.count, timed=piece.timed)
+    if not piece.timed.seconds:
+        return [medium] * piece.timed.patches
     by_patch = ((Piece(text=f"<{time:.1f} seconds>{begin}"), medium, Piece(text=end)) for time in piece.timed.seconds)
     return [of_patch for pieces in by_patch for of_patch in pieces if of_patch.kind == "medium" or of_patch.text]
 

@@ -325,14 +325,23 @@ def prompt_only(sample: Sample) -> Sample:
     tokens = sample.prompt_tokens if len(sample.prompt_tokens) else sample.tokens[: sample.prompt]
     media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
     tiled = {name: _tiled(images, len(media.get(name, ()))) for name, images in sample.tiled.items()}
-    weights = np.zeros(len(tokens), np.float32)
-    return replace(sample, tokens=tokens, loss_weights=weights, prompt=len(tokens), media=media, tiled=tiled)
+    times = {name: _timed(entries, len(media.get(name, ()))) for name, entries in sample.video_times.items()}
+    weights, prompt = np.zeros(len(tokens), np.float32), len(tokens)
+    return replace(
+        sample, tokens=tokens, loss_weights=weights, prompt=prompt, media=media, tiled=tiled, video_times=times
+    )
 
 
 def _tiled(images: Sequence[Tiled], count: int) -> tuple[Tiled, ...]:
     """The images whose media are all among the first `count`; an image is one medium, and each of its tiles another."""
     ends = np.cumsum([1 + image.grid[0] * image.grid[1] for image in images])
     return tuple(images[: int(np.count_nonzero(ends <= count))])
+
+
+def _timed(entries: Sequence[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """The entries of `Sample.video_times` whose media are all among the first `count`."""
+    ends = np.cumsum([max(1, len(times)) for times in entries])
+    return tuple(entries[: int(np.count_nonzero(ends <= count))])
 
 
 def swap_media(

@@ -249,6 +249,8 @@ class Sample:
       normalised: the mean that was subtracted from each channel of its images, and the deviation by which they were
         then divided; () for neither.
       tiled: how each image was cut, per encoder with `EncoderSpec.newline`; its media are each image and its tiles.
+      video_times: per encoder, where times of videos are positions: for each image and video in order of appearance the
+        numbers of its temporal patches along time, from 0, such as (0, 4, 8); () for an image.
     """
 
     tokens: np.ndarray
@@ -270,6 +272,7 @@ class Sample:
     broken: tuple[str, ...] = ()
     normalised: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     tiled: Mapping[str, tuple[Tiled, ...]] = field(default_factory=dict)
+    video_times: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def placeholders(self, encoder: str) -> np.ndarray:
         """Boolean [n]: the places of the tokens of `encoder`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jax import lax
 from jaxtyping import Array, Float
@@ -25,6 +26,19 @@ Inputs = Mapping[str, Array]
 """Host inputs of one microbatch for one module, local rows."""
 
 
+class SharedKeys(NamedTuple):
+    """Keys and values of a layer that later layers read.
+
+    Attributes:
+      k, v: of this rank's heads, with cached ones in front of those of new tokens.
+      tokens: their tokens, with a cache; else ``None`` for the context's own.
+    """
+
+    k: Float[Array, "B S G K"]
+    v: Float[Array, "B S G V"]
+    tokens: Tokens | None = None
+
+
 @dataclass(frozen=True)
 class Context:
     """The surroundings of a stage's layers.
@@ -39,6 +53,8 @@ class Context:
       cache: keys and values of earlier tokens, while text is generated; else ``None``.
       row_tokens: the tokens of complete rows, in layers whose rows are split over ranks (see ``gather_tokens``).
       precomputed: the backend's arrays for the mask (see ``Backend.precompute``).
+      stored: where ``attend`` puts its keys and values, in layers whose keys later layers read; else ``None``.
+      shared: the keys and values that ``attend_shared`` reads, in such later layers.
     """
 
     axes: Axes
@@ -49,6 +65,8 @@ class Context:
     cache: Cache | None = None
     row_tokens: Tokens | None = None
     precomputed: TokenInfo | None = None
+    stored: list[SharedKeys] | None = None
+    shared: SharedKeys | None = None
 
     @classmethod
     def of(cls, axes: Axes, inputs: Inputs, kind: MaskKind, backend: Backend = AUTO_BACKEND) -> Context:
@@ -114,6 +132,8 @@ class Context:
         Raises:
           ConfigError: the backend is a kernel that does not support these arrays, the mask or the devices.
         """
+        if self.stored is not None:
+            self.stored.append(SharedKeys(k, v))
         record_attention(q, v, self.mask)
         if axes := self.axes.positions:
             cp_way = self.axes.cp_way
@@ -134,6 +154,20 @@ class Context:
             precomputed = self.precomputed
             return self.backend.attend(q, k, v, self.tokens, self.mask, precomputed=precomputed, soft_cap=soft_cap)
         k, v, keys = self.cache.extended(k, v)
+        return Backend("blockwise").attend(q, k, v, self.tokens, self.mask, keys, soft_cap=soft_cap)
+
+    def attend_shared(self, q: Float[Array, "B T H K"], *, soft_cap: float = 0.0) -> Float[Array, "B T H V"]:
+        """``attend`` to the keys and values of an earlier layer, ``shared``.
+
+        Raises:
+          ValueError: no layer before in this stage has stored them.
+        """
+        if self.shared is None:
+            raise ValueError("no layer of this stage has stored keys and values")
+        k, v, keys = self.shared
+        if self.cache is None:
+            return self.attend(q, k, v, soft_cap=soft_cap)
+        record_attention(q, v, self.mask)
         return Backend("blockwise").attend(q, k, v, self.tokens, self.mask, keys, soft_cap=soft_cap)
 
 

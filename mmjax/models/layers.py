@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from mmjax import jax_compat
 from mmjax.attention.cache import Cache
@@ -126,7 +126,7 @@ def frequencies(head_width: int, theta: float) -> Float[Array, " K/2"]:
 
 def apply_rotary(
     x_BTHK: Array,
-    positions: Int[Array, "B T *A"],
+    positions: Real[Array, "B T *A"],
     frequency_K: Float[Array, " K/2"],
     magnitude: float = 1.0,
     axis_of_pair: Sequence[int] = (),
@@ -148,7 +148,7 @@ def apply_rotary(
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BTHK.dtype)
 
 
-def rotate_axial(x_RTHK: Array, positions_RT2: Int[Array, "R T 2"], theta: float) -> Array:
+def rotate_axial(x_RTHK: Array, positions_RT2: Real[Array, "R T 2"], theta: float) -> Array:
     """Rotates half of a head's pairs by the patch's row, the others with the same frequencies by its column.
 
     Component ``i`` is paired with ``i + K/2``. Pairs 0 to K/4 - 1 are of the row, with the frequencies theta^(-4i / K)
@@ -229,8 +229,10 @@ def residual_init(layers: int) -> Initializer:
     return nnx.initializers.variance_scaling(1.0 / (2 * layers), "fan_in", "truncated_normal")
 
 
+LAYER_INPUT = "layer_input"
+"""The name of the features ``[B, T, P]`` that a layer reads beside its input, among its parameters."""
 Sums = Mapping[str, Array]
-"""Sums of losses over tokens, fp32 scalars by name."""
+"""Sums of losses over tokens, fp32 scalars by name; of a layer whose keys later ones read, keys and values too."""
 Body = Callable[[Array, Params], tuple[Array, Sums]]
 """One layer: its input and its parameters, to its output and the sums of its losses, {} without losses."""
 
@@ -267,7 +269,7 @@ def scan_layers(
 
 
 def _over_layers(sums: Sums) -> Sums:
-    return {name: jnp.sum(by_layer) for name, by_layer in sums.items()}
+    return {name: jnp.sum(by_layer, axis=0) for name, by_layer in sums.items()}
 
 
 def _scan_and_keep(body: Body, x: Array, xs: Any, keep: Sequence[int]) -> tuple[Array, dict[int, Array], Sums]:

@@ -17,6 +17,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar, Self
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -24,9 +25,9 @@ from mmjax.attention.language import MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
-from mmjax.models.context import Context
+from mmjax.models.context import Context, SharedKeys
 from mmjax.models.handles import fetched_after, scattered_before
-from mmjax.models.layers import Body, Params, Sums, run_cached, run_layer, scan_layers
+from mmjax.models.layers import LAYER_INPUT, Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
 from mmjax.models.traced_flops import traced_work
 
@@ -71,6 +72,8 @@ class LayerGroup:
       grid_window: edge, in positions, of the windows that cut a segment along every axis, such as squares of an image.
         A token sees only its own window; 0 means no windows.
       rules: the mask rules of these layers; ``None`` stands for the module's ``mask``.
+      stores: a name for the keys and values of its only layer, if later groups read them.
+      reads: the name of stored keys and values, which its layers read in the same stage; "" for keys of their own.
     """
 
     layers: int
@@ -79,6 +82,8 @@ class LayerGroup:
     window: int = 0
     grid_window: int = 0
     rules: Rules | None = None
+    stores: str = ""
+    reads: str = ""
 
     def mask(self, kind: MaskKind) -> Mask:
         """The mask of these layers: by ``rules`` if they are set, else of ``kind``, the kind of the module's mask."""
@@ -147,6 +152,25 @@ class Module(ABC):
         ``p`` are the module's parameters on its last stage, and ``x`` is the output of the last layer.
         """
         return x
+
+    @property
+    def layer_input_width(self) -> int:
+        """The width of the features that each layer reads beside its input, as its parameter ``LAYER_INPUT``; 0 for
+        none. Such a module has one stage.
+        """
+        return 0
+
+    @property
+    def media_token(self) -> int:
+        """The token that ``layer_inputs`` finds in the places of media, in the context's host input "tokens"."""
+        return -1
+
+    def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+        """The features that each layer reads beside its input, if any, from the input of the first one, ``x``.
+
+        ``p`` are the module's parameters. Host inputs "tokens" are ``media_token`` where ``x`` has tokens of others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no inputs of layers")
 
     @property
     def losses(self) -> Mapping[str, Loss]:
@@ -348,31 +372,57 @@ def run_layers(
     kept_outputs: dict[int, Array] = {}
     totals: dict[str, Array] = {}
     before: Array | None = None  # the input of the layer before
+    shared: dict[str, SharedKeys] = {}
+    of_layers = _split(module.layer_inputs(p, context, x), [run for run, _ in runs]) if module.layer_input_width else {}
     names = [run.name for run, _ in runs]
     following, p = dict(pairwise(names)), dict(p)
     for group, group_runs in groupby(runs, key=itemgetter(1)):
-        body = _with_sums(group.block(context.under(group.mask(module.mask)), x))
+        stored = list[SharedKeys]() if group.stores else None
+        surroundings = replace(context.under(group.mask(module.mask)), stored=stored, shared=shared.get(group.reads))
+        body = _with_sums(group.block(surroundings, x), stored)
         for run, _ in group_runs:
             start, run_all = run.layers.start, scan_layers if run.stacked else run_layer
             local_added = {layer - start: value for layer, value in (added or {}).items() if layer in run.layers}
             local_keep = [layer - start for layer in keep if layer in run.layers]
             if context.cache:
-                x = run_cached(context.cache, run.name, body, x, p[run.name], local_added, stacked=run.stacked)
+                params = {**p[run.name], **of_layers.get(run.name, {})}
+                x = run_cached(context.cache, run.name, body, x, params, local_added, stacked=run.stacked)
+                if group.stores:
+                    shared[group.stores] = SharedKeys(*context.cache.of_layer(run.name))
                 continue
             if next_run := following.get(run.name):
                 x, p[next_run] = scattered_before(x, p[next_run])
             params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
+            params = {**params, **of_layers.get(run.name, {})}
             x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
+            if group.stores:
+                shared[group.stores] = SharedKeys(sums[_STORED[0]], sums[_STORED[1]])
+                sums = {name: total for name, total in sums.items() if name not in _STORED}
             kept_outputs |= {start + layer: value for layer, value in local_kept.items()}
             totals |= {name: totals[name] + total if name in totals else total for name, total in sums.items()}
     return x, kept_outputs, totals
 
 
-def _with_sums(block: Block) -> Body:
-    """The function of a layer as ``layers`` runs it."""
+def _split(x_LBTP: Array, runs: Sequence[LayerRun]) -> dict[str, dict[str, Array]]:
+    """The inputs of layers as a parameter of each run, by the run's name."""
+    ends = np.cumsum([len(run.layers) for run in runs])[:-1]
+    parts = zip(runs, jnp.split(x_LBTP, ends), strict=True)
+    return {run.name: {LAYER_INPUT: part if run.stacked else part[0]} for run, part in parts}
+
+
+_STORED = ("stored keys", "stored values")
+"""The names of keys and values that a layer gives to later ones, beside those of its losses."""
+
+
+def _with_sums(block: Block, stored: list[SharedKeys] | None) -> Body:
+    """The function of a layer as ``layers`` runs it, with the keys and values of ``stored`` among its results."""
 
     def body(x: Array, p: Params) -> tuple[Array, Sums]:
         result = block(x, p)
-        return result if isinstance(result, tuple) else (result, {})
+        y, sums = result if isinstance(result, tuple) else (result, {})
+        if stored is None:
+            return y, sums
+        keys = stored.pop()
+        return y, {**sums, _STORED[0]: keys.k, _STORED[1]: keys.v}
 
     return body

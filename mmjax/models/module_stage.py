@@ -112,6 +112,7 @@ class ModuleStage(StageModel):
         else:
             x = self._apply_callback("before", context, self._embed(p, context, carry, cells))
         added = self._injected(p, context, carry, cells, x)
+        context = self._with_media_token(context)
         x, level_outputs, sums = run_layers(
             module, module_params, context, x, self.layers, added, unroll=self.unroll, keep=self.levels
         )
@@ -189,6 +190,23 @@ class ModuleStage(StageModel):
         projected = [self._condition(p, context, carry, cells, path, x.dtype) for path in self.starts]
         features = self._apply_callback("projected", context, functools.reduce(operator.add, projected))
         return x + features.reshape(*x.shape[:2], -1)
+
+    def _with_media_token(self, context: Context) -> Context:
+        """The context with ``media_token`` in the places of media, for layers that read tokens."""
+        module, names = self.node.module, [edge.index for edge in self.entering if edge.index in context.inputs]
+        if not (module.layer_input_width and names):
+            return context
+
+        def replaced(inputs: Inputs) -> Inputs:
+            tokens_BT = inputs["tokens"]
+            for name in names:
+                index = inputs[name]
+                is_medium_BT = index >= 0 if index.ndim == tokens_BT.ndim else jnp.any(index >= 0, axis=-1)
+                tokens_BT = jnp.where(is_medium_BT, module.media_token, tokens_BT)
+            return {**inputs, "tokens": tokens_BT}
+
+        tokens = replace(context.tokens, inputs=replaced(context.tokens.inputs))
+        return replace(context, inputs=replaced(context.inputs), tokens=tokens)
 
     def _condition(
         self, p: Params, context: Context, carry: Carry, cells: int, path: str, dtype: Any

@@ -67,7 +67,7 @@ class FolderPart:
     prefixes: Prefixes
 
 
-TABLES = ("embed", "head")
+TABLES = ("embed", "head", "per_layer/embed")
 """Leaves of a language model with a row, or a column, for each token of the vocabulary."""
 _TOWER = ("vision_tower.", "vision_tower.vision_model.", "model.vision_tower.", "model.vision_tower.vision_model.")
 _LANGUAGE: Prefixes = {
@@ -96,6 +96,15 @@ _QWEN3_5: Mapping[str, FolderPart] = {
     "projector": FolderPart("", {"visual.merger.": ("model.visual.merger.",)}),
 }
 _GEMMA: Mapping[str, FolderPart] = {**_LLAVA, "projector": FolderPart("", _PROJECTOR)}
+_WITH_NEWLINES: Mapping[str, FolderPart] = {
+    **_LLAVA,
+    "projector": FolderPart("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
+}
+_GEMMA4: Mapping[str, FolderPart] = {
+    "llm": FolderPart("text_config", {"model.": ("model.language_model.",), "lm_head.": ("lm_head.",)}),
+    "image": FolderPart("vision_config", {"": ("model.vision_tower.",)}),
+    "projector": FolderPart("", {"model.embed_vision.": ("model.embed_vision.",)}),
+}
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
@@ -104,12 +113,11 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "paligemma": _GEMMA,
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
-    "llava_onevision": {
-        **_LLAVA,
-        "projector": FolderPart("", {**_PROJECTOR, "image_newline": ("image_newline", "model.image_newline")}),
-    },
+    "llava_next": _WITH_NEWLINES,
+    "llava_onevision": _WITH_NEWLINES,
 }
 """The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
 

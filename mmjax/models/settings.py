@@ -55,7 +55,7 @@ class ModuleSettings:
             experts=self.experts,
             by_tp=by_tp,
             by_expert_tp=by_expert_tp,
-            replicable=[setting_name(name, self, field) for field in self.replicable],
+            replicable=[setting_name(name, self, field) for field in self.replicable if getattr(self, field)],
         )
 
     def check(self, name: str, layout: Layout) -> None:
@@ -98,6 +98,11 @@ class ModuleSettings:
         return False
 
     @property
+    def uncut_setting(self) -> str:
+        """The field that keeps layers in one stage, such as "kv_shared_layers"; "" where layers may be cut anywhere."""
+        return ""
+
+    @property
     def grid_setting(self) -> str:
         """The field that counts rows and columns of an image's tokens, such as "rope_sections"; "" where none does."""
         return ""
@@ -108,8 +113,22 @@ class EqualHeads(ModuleSettings):
 
     norm_eps: float = 1e-6
     """The epsilon of norms; a settings class may override it by a field."""
+    bias: bool = True
+    """Whether products have biases; a settings class may override it by a field."""
+    qkv_bias: bool = True
+    """Whether queries, keys and values have biases; a settings class may override it by a field."""
     k_bias: bool = True
-    """Whether keys have a bias; a settings class may override it by a field."""
+    """Whether keys have one beside queries and values; a settings class may override it by a field."""
+    qk_norm: bool = False
+    """Whether queries and keys of each head are normed; a settings class may override it by a field."""
+    v_norm: bool = False
+    """Whether values of each head are normed; a settings class may override it by a field."""
+    score_width: float = 0.0
+    """The number whose root divides scores, 0 for a head's width; a settings class may override it by a field."""
+    clipped: bool = False
+    """Whether products bound their inputs and results; a settings class may override it by a field."""
+    post_norms: bool = False
+    """Whether branches end with norms of their own; a settings class may override it by a field."""
 
     @property
     def kv_heads(self) -> int:

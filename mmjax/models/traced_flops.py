@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -25,7 +25,8 @@ from mmjax.data.patches import input_dtype, patch_shapes
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.submesh import Submesh
-from mmjax.models.context import Context
+from mmjax.models.context import Context, SharedKeys
+from mmjax.models.layers import LAYER_INPUT
 from mmjax.models.parameters import Create, declarations
 from mmjax.models.recorded_work import RecordedWork, recording
 
@@ -79,13 +80,14 @@ def traced_work(module: Any) -> TracedWork:
     inputs, width = _row(module, positions), module.config.width
     parts = _single_parts(module)
     features = jax.ShapeDtypeStruct((1, positions, width), jnp.float32)
-    record = _record(
-        lambda context, p, x: module.end(p, context, module.embed(p, context) + x), inputs, parts, features
-    )
+    record = _record(functools.partial(_run_ends, module), inputs, parts, features)
     ends, layers, per_pair = Fraction(record.products, positions), Fraction(0), record.per_pair
+    shared: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for group in module.groups:
         mask, layer = group.mask(module.mask), _leaves(group.create)
-        run = functools.partial(_run_layer, group.block, mask)
+        if module.layer_input_width:
+            layer[LAYER_INPUT] = jax.ShapeDtypeStruct((1, positions, module.layer_input_width), jnp.float32)
+        run = functools.partial(_run_layer, group, mask, shared)
         work = _record(run, inputs, layer, features)
         layers += group.layers * Fraction(work.products, positions)
         per_pair += Counter({mask: group.layers * flops for mask, flops in work.per_pair.items()})
@@ -119,8 +121,27 @@ def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
     return int(np.sum(width_N * (width_N + 1) // 2 + (runs_N - width_N) * width_N))
 
 
-def _run_layer(block: Callable[..., Any], mask: Mask, context: Context, p: Any, x: jax.Array) -> Any:
-    return block(context.under(mask), x)(x, p)
+def _run_ends(module: Any, context: Context, p: Any, x: jax.Array) -> Any:
+    """The computations of a module before its first layer and behind its last."""
+    x = module.embed(p, context) + x
+    if module.layer_input_width:
+        module.layer_inputs(p, context, x)
+    return module.end(p, context, x)
+
+
+def _run_layer(
+    group: Any, mask: Mask, shared: dict[str, list[jax.ShapeDtypeStruct]], context: Context, p: Any, x: jax.Array
+) -> Any:
+    """A layer of a ``LayerGroup``; ``shared`` has the shapes of keys and values that layers before have stored."""
+    stored, read = list[SharedKeys](), shared.get(group.reads, ())
+    context = replace(context.under(mask), stored=stored)
+    if read:
+        k, v = (jnp.zeros(like.shape, like.dtype) for like in read)
+        context = replace(context, shared=SharedKeys(k, v))
+    y = group.block(context, x)(x, p)
+    if group.stores:
+        shared[group.stores] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (stored[0].k, stored[0].v)]
+    return y
 
 
 def _single_parts(module: Any) -> dict[str, Any]:

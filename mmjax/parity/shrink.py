@@ -8,6 +8,7 @@ the configuration sets the numbers of layers per stage, stages with more than th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmjax.assembly.model import with_fitting_rates
-from mmjax.configurable import gin_name
+from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.buckets import per_microbatch
 from mmjax.data.sources.config import FOLDER, SourceConfig
 from mmjax.mesh.layout import Layout, cell_count
@@ -224,6 +225,9 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
         width = _multiple(48, math.lcm(*(layout.tp for layout in layouts.values())))
         sizes = {"heads": kv_heads * (c.heads // c.kv_heads), "kv_heads": kv_heads, "width": width}
         sizes |= _latent(c) if c.kv_rank else {"head_dim": _head_dim(c)}
+        sizes |= _global_heads(c, sizes["heads"], tp)
+        if c.score_width:  # of scores that are hardly divided a softmax would make much of rounding errors
+            sizes["score_width"] = max(c.score_width, 0.75 * _HEAD)
     if vocab > SMALL["vocab"]:
         sizes["vocab"] = _multiple(60, tp) if vocab % tp == 0 else _multiple(60, tp) + 1
     if c.delta_heads and "heads" in sizes:
@@ -244,7 +248,22 @@ def _decoder(c: DecoderConfig, layouts: Mapping[str, Layout], vocab: int) -> Dec
     every = ("full_every", *(("attention_every",) if c.delta_heads else ()))
     sizes |= {name: layers for name in every if getattr(c, name) > layers > 1}
     sizes |= _experts(c, layers, layouts[LLM]) if c.experts else {}
-    return replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **sizes)
+    sizes |= {"per_layer_width": min(c.per_layer_width, _HEAD), "kv_shared_mlp": _hidden(c.kv_shared_mlp, tp)}
+    small = replace(c, layers=layers, mlp=_hidden(c.mlp, tp), **{**sizes, "kv_shared_layers": 0, "kv_shared_mlp": 0})
+    return replace(small, **_sharing(c, small, layouts[LLM]), kv_shared_mlp=sizes["kv_shared_mlp"])
+
+
+def _sharing(c: DecoderConfig, small: DecoderConfig, layout: Layout) -> dict[str, int]:
+    """The most layers that read keys of others, which the smaller stages allow; alternating kinds allow more."""
+    if not c.kv_shared_layers or small.layers == c.layers:
+        return {"kv_shared_layers": c.kv_shared_layers}
+    layout = replace(layout, layers=_stage_layers(layout)) if layout.layers else layout
+    every = {"full_every": 2} if small.full_every > 2 else {}
+    for count in range(min(c.kv_shared_layers, small.layers - 1), 0, -1):
+        with contextlib.suppress(ConfigError):
+            replace(small, **every, kv_shared_layers=count).check(LLM, layout)
+            return {**every, "kv_shared_layers": count}
+    return {"kv_shared_layers": 0}
 
 
 def _latent(c: DecoderConfig) -> dict[str, int]:
@@ -255,7 +274,15 @@ def _latent(c: DecoderConfig) -> dict[str, int]:
 
 def _head_dim(c: DecoderConfig) -> int:
     """The width of a head with about ``_HEAD`` rotated components."""
-    return _HEAD if c.rope_share == 1 else math.ceil(_HEAD / c.rope_share)
+    return _HEAD if c.rope_share == 1 or c.global_head_dim else math.ceil(_HEAD / c.rope_share)
+
+
+def _global_heads(c: DecoderConfig, heads: int, tp: int) -> dict[str, int]:
+    """Wider heads of layers without a window, and another number of key/value heads, where they have them."""
+    sizes = {"global_head_dim": max(2 * _HEAD, math.ceil(_HEAD / c.rope_share))} if c.global_head_dim else {}
+    if c.global_kv_heads:
+        sizes["global_kv_heads"] = math.gcd(heads, tp if c.global_kv_heads % tp == 0 else c.global_kv_heads)
+    return sizes
 
 
 def _delta(c: DecoderConfig, tp: int) -> dict[str, Any]:

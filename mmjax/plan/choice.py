@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from mmjax.assembly.epochs import with_steps
 from mmjax.assembly.samples import open_source
+from mmjax.configurable import ConfigError, setting_name
 from mmjax.data.source import Source
 from mmjax.plan import planned
 from mmjax.plan.work import read_work
@@ -95,6 +96,11 @@ def choose_plan(
       ConfigError: a kind is unknown, or a setting does not fit the data.
       DoesNotFit: no layout fits the devices' memory.
     """
+    for name, node in recipe.model.nodes.items():
+        if field := node.settings.uncut_setting:
+            fix = "its layers cannot be cut anywhere, as plans do; set layouts by hand"
+            value = getattr(node.settings, field)
+            raise ConfigError(f"{setting_name(name, node.settings, field)}={value}: {fix}")
     profile = profile if len(kinds) == 1 else None
     work = read_work(recipe, source, options=_options(recipe, profile), fullest=fullest)
     choice = _choose(recipe, source, work, kinds, strategy, profile, processes, shards)

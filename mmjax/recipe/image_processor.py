@@ -68,6 +68,8 @@ def _processor(name: str, source: SourceConfig, channels: int) -> dict[str, Any]
         raise ConfigError(f"ViT.channels={channels}: its processors give three channels")
     if names_code(source.kind):
         raise ConfigError(f"{name}/Source.kind={source.kind!r}: a reader of your own makes the pixels")
+    if not source.rounded:
+        raise ConfigError(f"{name}/Source.rounded=False: it rounds resized levels for such a tower")
     if source.resize != "fixed":
         raise ConfigError(f"{name}/Source.resize={source.resize!r}: it has 'fixed' alone for such a tower")
     if fit not in _TYPES or (fit != "stretch" and not source.edge and height != width):

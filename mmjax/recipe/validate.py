@@ -55,6 +55,7 @@ def _check_data(recipe: Recipe) -> None:
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
+        source.check_axes(name, model.llm.settings.grid_setting)
 
 
 def _check_module(recipe: Recipe, name: str) -> None:

@@ -127,8 +127,8 @@ def softmax_attention(
     return jnp.concatenate(outputs).transpose(1, 0, 2).reshape(length, heads * v_NGV.shape[2])
 
 
-def rms_norm(scale: jax.Array, x_ND: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of each row of x_ND: x / sqrt(mean(x²) + eps) · scale, with the scale [D]. Returns [N, D]."""
+def rms_norm(scale: jax.Array | float, x_ND: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of each row of x_ND: x / sqrt(mean(x²) + eps) · scale, with the scale [D], or 1. Returns [N, D]."""
     return x_ND / jnp.sqrt(jnp.square(x_ND).mean(axis=-1, keepdims=True) + eps) * scale
 
 
@@ -197,6 +197,15 @@ def turn_axial(positions_T2: np.ndarray, theta: float) -> Turn:
     return turn
 
 
+def turn_xy(positions_T2: np.ndarray, theta: float) -> Turn:
+    """`turn_2d` by the column first: it rotates the first half of a head by the patch's column, the second by its row.
+
+    `positions_T2` are (row, column) of each patch, as `patch_positions` gives them, and `theta` is the base of the
+    frequencies. The function takes and returns queries or keys [T, H, K].
+    """
+    return turn_2d(positions_T2[:, ::-1], theta)
+
+
 def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
     """A function that rotates the first half of a head by the patch's row, the second by its column.
 
@@ -212,6 +221,22 @@ def turn_2d(positions_T2: np.ndarray, theta: float = ROPE2D_THETA) -> Turn:
     return turn
 
 
+def product(leaves: Arrays, name: str, x_TD: jax.Array) -> jax.Array:
+    """x_TD · weight, plus a bias if there is one: [T, F].
+
+    The leaves are `name`, such as "vision/layers/000/attn/q", [D, F], and `name`_bias [F].
+
+    With a leaf `name`_bounds [4] the input and the result are between (least, most, least, most), which are constants.
+    """
+    weight, bias, bounds = leaves[name], leaves.get(f"{name}_bias", 0.0), leaves.get(f"{name}_bounds")
+    if bounds is None:
+        return matmul(x_TD, weight) + bias
+    low, high, least, most = jax.lax.stop_gradient(bounds)
+    x_TD = jnp.where(x_TD < low, low, jnp.where(x_TD > high, high, x_TD))
+    y_TF = matmul(x_TD, weight) + bias
+    return jnp.where(y_TF < least, least, jnp.where(y_TF > most, most, y_TF))
+
+
 def attend(
     leaves: Arrays,
     prefix: str,
@@ -225,9 +250,9 @@ def attend(
 
     Args:
       leaves: arrays by name, as `dense_leaves` gives them.
-      prefix: the prefix of the layer's leaves q, k, v, o [D, D], o_bias and, where they exist, q_bias, k_bias and
-        v_bias, such as "vision/layers/000/attn".
-      module: settings, of which `heads` is read.
+      prefix: the prefix of the layer's leaves q, k, v, o [D, D] and, where they exist, their biases and bounds and the
+        norms q_norm and k_norm [K], such as "vision/layers/000/attn".
+      module: settings, of which `heads`, `v_norm`, `score_width` and `norm_eps` are read.
       normed_TD: the normalised features [T, D].
       turn: a function that rotates queries and keys [T, H, K], such as `turn_2d` gives.
       windows: indices of the patches of each window, which attend only to one another; by default all attend to all.
@@ -235,16 +260,20 @@ def attend(
     """
 
     def heads(name: str) -> jax.Array:
-        projected = matmul(normed_TD, leaves[f"{prefix}/{name}"]) + leaves.get(f"{prefix}/{name}_bias", 0.0)
-        return projected.reshape(projected.shape[0], module.heads, -1)
+        projected = product(leaves, f"{prefix}/{name}", normed_TD)
+        projected = projected.reshape(projected.shape[0], module.heads, -1)
+        scale = leaves.get(f"{prefix}/{name}_norm", 1.0 if name == "v" and module.v_norm else None)
+        return projected if scale is None else rms_norm(scale, projected, module.norm_eps)
 
     q, k, v = turn(heads("q")), turn(heads("k")), heads("v")
+    if module.score_width:
+        q *= (q.shape[-1] / module.score_width) ** 0.5
     if windows:
         outputs = jnp.concatenate([softmax_attention(q[at], k[at], v[at], causal=False) for at in windows])
         mixed = jnp.zeros_like(outputs).at[np.concatenate(windows)].set(outputs)
     else:
         mixed = softmax_attention(q, k, v, causal=False, read_NN=read_TT)
-    return matmul(mixed, leaves[f"{prefix}/o"]) + leaves[f"{prefix}/o_bias"]
+    return product(leaves, f"{prefix}/o", mixed)
 
 
 def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Array) -> jax.Array:
@@ -253,18 +282,17 @@ def feed_forward(leaves: Arrays, prefix: str, activation: str, normed_TD: jax.Ar
 
     Args:
       leaves: arrays by name, as `dense_leaves` gives them.
-      prefix: the prefix of the leaves up, up_bias, down, down_bias and, for a gated MLP, gate and gate_bias, such as
-        "vision/layers/000/mlp".
+      prefix: the prefix of the leaves up and down, for a gated MLP gate, and where they exist their biases and bounds,
+        such as "vision/layers/000/mlp".
       activation: a key of `ACTIVATIONS`, such as "gelu".
       normed_TD: the normalised features [T, D].
     """
-    hidden = matmul(normed_TD, leaves[f"{prefix}/up"]) + leaves[f"{prefix}/up_bias"]
+    hidden = product(leaves, f"{prefix}/up", normed_TD)
     if f"{prefix}/gate" in leaves:
-        gate = matmul(normed_TD, leaves[f"{prefix}/gate"]) + leaves[f"{prefix}/gate_bias"]
-        hidden = activate(activation, gate) * hidden
+        hidden = activate(activation, product(leaves, f"{prefix}/gate", normed_TD)) * hidden
     else:
         hidden = activate(activation, hidden)
-    return matmul(hidden, leaves[f"{prefix}/down"]) + leaves[f"{prefix}/down_bias"]
+    return product(leaves, f"{prefix}/down", hidden)
 
 
 def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settings: ProjectorConfig) -> jax.Array:
@@ -282,6 +310,8 @@ def project(leaves: Arrays, projector: str, x_TD: jax.Array, joined: int, settin
         x_TD, joined = x_TD.reshape(-1, joined, x_TD.shape[1]).mean(axis=1), 1
     if settings.norm == "rms_plus_one":
         x_TD = rms_norm(1 + leaves[f"{projector}/norm/scale"], x_TD, LAYER_NORM_EPS)
+    elif settings.norm == "rms_plain":
+        x_TD = rms_norm(1.0, x_TD, LAYER_NORM_EPS)
     elif settings.norm != "none":
         x_TD = norm(leaves, f"{projector}/norm", x_TD)
     merged = x_TD.reshape(x_TD.shape[0] // joined, -1)

@@ -17,6 +17,7 @@ from mmjax.reference.arithmetic import (
     Leaves,
     Tables,
     Turn,
+    activate,
     affine,
     attend,
     dense_leaves,
@@ -25,17 +26,13 @@ from mmjax.reference.arithmetic import (
     module_of,
     normalised,
     project,
-    rms_norm,
-    rotate_to,
-    softmax_attention,
     turn_2d,
 )
+from mmjax.reference.attention import KeysByKind, Masks, attention_output, scaled_norm
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
-from mmjax.reference.latent import latent_heads
-from mmjax.reference.positions import cut_patches, patch_positions, token_positions
-from mmjax.reference.rotary import local_tables, rotary_magnitude, rotary_tables
+from mmjax.reference.positions import cut_patches, patch_positions
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -46,79 +43,58 @@ NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
 def _decoder_layer(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, x_ND: jax.Array, tables: Tables, masks: Masks | None
+    leaves: Arrays,
+    layer: int,
+    decoder: DecoderConfig,
+    x_ND: jax.Array,
+    tables: Tables | None,
+    masks: Masks | None,
+    earlier: KeysByKind,
+    input_NP: jax.Array | None,
 ) -> tuple[jax.Array, RouterSums]:
     prefix = f"llm/layers/{layer:03d}"
-    normed = _normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
+    normed = _pre_normed(leaves, f"{prefix}/attn_norm", decoder, x_ND)
     if decoder.has_delta(layer):
         mixed = delta_output(leaves, f"{prefix}/delta", decoder, normed)
         y_ND = matmul(mixed, leaves[f"{prefix}/delta/o"])
     else:
-        y_ND = _attention(leaves, layer, decoder, normed, tables, masks)
+        y_ND = attention_output(leaves, layer, decoder, normed, tables, masks, earlier)
     x_ND = x_ND + _post_normed(leaves, f"{prefix}/attn_post_norm", decoder, y_ND)
-    normed = _normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
+    normed = _pre_normed(leaves, f"{prefix}/mlp_norm", decoder, x_ND)
     if has_experts(decoder, layer):
-        y_ND, sums = mixture(leaves, prefix, decoder, normed)
+        y_ND, sums = _experts(leaves, prefix, decoder, x_ND, normed)
     else:
         y_ND, sums = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation), RouterSums()
-    return x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND), sums
+    x_ND = x_ND + _post_normed(leaves, f"{prefix}/mlp_post_norm", decoder, y_ND)
+    if input_NP is not None:
+        gate_NP = activate(decoder.activation, matmul(x_ND, leaves[f"{prefix}/per_layer/gate"]))
+        y_ND = matmul(gate_NP * input_NP, leaves[f"{prefix}/per_layer/out"])
+        x_ND = x_ND + scaled_norm(leaves, f"{prefix}/per_layer_norm", decoder, y_ND)
+    if decoder.layer_scalar:
+        x_ND = x_ND * jax.lax.stop_gradient(leaves[f"{prefix}/layer_scalar"])
+    return x_ND, sums
+
+
+def _experts(
+    leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: jax.Array, normed: jax.Array
+) -> tuple[jax.Array, RouterSums]:
+    """The experts of a layer, with `Decoder.mlp_beside_experts` beside its mlp; `normed` is the input of an mlp."""
+    if not decoder.mlp_beside_experts:
+        return mixture(leaves, prefix, decoder, normed, x_ND)
+    y_ND, sums = mixture(leaves, prefix, decoder, scaled_norm(leaves, f"{prefix}/experts_norm", decoder, x_ND), x_ND)
+    y_ND = scaled_norm(leaves, f"{prefix}/experts_post_norm", decoder, y_ND)
+    of_mlp = gated_mlp(leaves, f"{prefix}/mlp", normed, decoder.activation)
+    return y_ND + scaled_norm(leaves, f"{prefix}/mlp_branch_norm", decoder, of_mlp), sums
+
+
+def _pre_normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
+    return scaled_norm(leaves, name, decoder, x_ND) if decoder.pre_norms else x_ND
 
 
 def _post_normed(leaves: Arrays, name: str, decoder: DecoderConfig, y_ND: jax.Array) -> jax.Array:
-    return _normed(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
+    return scaled_norm(leaves, name, decoder, y_ND) if decoder.post_norms else y_ND
 
 
-def _normed(leaves: Arrays, name: str, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:
-    return rms_norm(leaves[name] + (1.0 if decoder.norm_plus_one else 0.0), x_ND, decoder.norm_eps)
-
-
-def _attention(
-    leaves: Arrays, layer: int, decoder: DecoderConfig, normed: jax.Array, tables: Tables, masks: Masks | None
-) -> jax.Array:
-    prefix, length = f"llm/layers/{layer:03d}", normed.shape[0]
-    is_global = layer < decoder.full_layers or (decoder.full_every and (layer + 1) % decoder.full_every == 0)
-    magnitude = rotary_magnitude(decoder)
-    if decoder.local_rope_theta and (decoder.window or decoder.chunk) and not is_global:
-        tables, magnitude = local_tables(decoder, length), 1.0
-
-    def optional(name: str, *, exists: bool) -> jax.Array | float:
-        return leaves[f"{prefix}/{name}"] if exists else 0.0
-
-    def heads(name: str, count: int) -> jax.Array:
-        projected = matmul(normed, leaves[f"{prefix}/attn/{name}"])
-        return (projected + optional(f"attn/{name}_bias", exists=decoder.qkv_bias)).reshape(length, count, -1)
-
-    def rotated(name: str, x_NHK: jax.Array) -> jax.Array:
-        if decoder.qk_norm:
-            x_NHK = _normed(leaves, f"{prefix}/attn/{name}_norm", decoder, x_NHK)
-        if decoder.nope_every and (layer + 1) % decoder.nope_every == 0:
-            return x_NHK
-        width = decoder.rotary_width
-        turned = magnitude * rotate_to(x_NHK[..., :width], tables)
-        return jnp.concatenate([turned, x_NHK[..., width:]], axis=-1)
-
-    gate = None
-    if decoder.kv_rank:
-        q, k, v = latent_heads(leaves, f"{prefix}/attn", decoder, normed, tables, magnitude)
-    else:
-        q, k, v = heads("q", decoder.heads), heads("k", decoder.kv_heads), heads("v", decoder.kv_heads)
-        if decoder.attention_gate:
-            q, gate = q[..., : decoder.head_width], q[..., decoder.head_width :].reshape(length, -1)
-        q, k = rotated("q", q), rotated("k", k)
-    if decoder.score_width:
-        q = q * (decoder.head_width / decoder.score_width) ** 0.5
-    if masks is None:
-        window = 0 if is_global else decoder.window
-        mixed = softmax_attention(q, k, v, causal=True, window=window, cap=decoder.score_cap)
-    else:
-        mixed = softmax_attention(q, k, v, causal=False, read_NN=masks[bool(is_global)], cap=decoder.score_cap)
-    if gate is not None:
-        mixed = mixed / (1 + jnp.exp(-gate))
-    return matmul(mixed, leaves[f"{prefix}/attn/o"]) + optional("attn/o_bias", exists=decoder.o_bias)
-
-
-Masks = tuple[jax.Array, jax.Array]
-"""Masks of layers with a window or chunks and of layers without, see `masks.masks_of`."""
 Loads = Mapping[str, jax.Array]
 """The number of tokens that chose each expert, by leaf of the router's bias."""
 Placed = Sequence[tuple[jax.Array | np.ndarray, jax.Array]]
@@ -140,18 +116,37 @@ def _hidden(
 
     `added_ND` is added to the embeddings.
     """
-    if tables is None:
-        tables = rotary_tables(decoder, token_positions(len(tokens_N), ()))
     x_ND = leaves["llm/embed"][tokens_N] * (decoder.width**0.5 if decoder.scaled_embed else 1.0) + added_ND
     for positions_M, features_MD in modality:
         x_ND = x_ND.at[positions_M].set(features_MD)
     x_ND, sums = calls("before", x_ND), RouterSums()
+    earlier: KeysByKind = {}
+    read_N = tokens_N
+    for positions_M, _ in modality:
+        read_N = read_N.at[positions_M].set(decoder.per_layer_media)
+    inputs = _layer_inputs(leaves, decoder, read_N, x_ND) if decoder.per_layer_width else [None] * decoder.layers
     for layer in range(decoder.layers):
         for positions_M, features_MD in (injected or {}).get(layer, ()):
             x_ND = x_ND.at[positions_M].add(features_MD)
-        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks)
+        x_ND, layer_sums = _decoder_layer(leaves, layer, decoder, x_ND, tables, masks, earlier, inputs[layer])
         sums += layer_sums
-    return calls("after", _normed(leaves, "llm/norm", decoder, x_ND)), sums
+    return calls("after", scaled_norm(leaves, "llm/norm", decoder, x_ND)), sums
+
+
+def _layer_inputs(
+    leaves: Arrays, decoder: DecoderConfig, tokens_N: jax.Array, x_ND: jax.Array
+) -> list[Float[Array, "N P"]]:
+    """The inputs of layers beside the features: rows of a table, and a normed product of the first layer's input."""
+    width, inputs, table = decoder.per_layer_width, list[jax.Array](), leaves["llm/per_layer/embed"]
+    rows_NX = jnp.where((tokens_N >= 0)[:, None], table[tokens_N], 0.0)
+    is_media_N = tokens_N == decoder.per_layer_media
+    rows_NX = jnp.where(is_media_N[:, None], jax.lax.stop_gradient(rows_NX), rows_NX)
+    for layer in range(decoder.layers):
+        columns = slice(layer * width, (layer + 1) * width)
+        rows_NP = rows_NX[:, columns] * width**0.5
+        product_NP = matmul(x_ND, leaves["llm/per_layer/project"][:, columns]) / decoder.width**0.5
+        inputs.append((rows_NP + scaled_norm(leaves, "llm/per_layer/norm", decoder, product_NP)) / 2**0.5)
+    return inputs
 
 
 def _logits(leaves: Arrays, decoder: DecoderConfig, x_ND: jax.Array) -> jax.Array:

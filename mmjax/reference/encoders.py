@@ -32,9 +32,10 @@ from mmjax.reference.arithmetic import (
     project,
     turn_2d,
     turn_axial,
+    turn_xy,
 )
 from mmjax.reference.callbacks import NO_CALLS, Calls
-from mmjax.reference.positions import axis_weights, cut_frames, patch_positions, windows_of
+from mmjax.reference.positions import axis_weights, centres, cut_frames, patch_positions, windows_of
 from mmjax.reference.user_encoder import row_of, run_encoder
 
 DEFAULT_PROJECTOR = ProjectorConfig()
@@ -49,12 +50,15 @@ def _encoder_layer(
     windows: Sequence[np.ndarray],
     read_TT: jax.Array | None,
 ) -> jax.Array:
+    def ended(branch: str, y_TD: jax.Array) -> jax.Array:
+        if encoder.post_norms:
+            y_TD = norm(leaves, f"{prefix}/{branch}_post_norm", y_TD, encoder.norm_eps)
+        return y_TD * leaves.get(f"{prefix}/{branch}_scale", 1.0)
+
     normed = norm(leaves, f"{prefix}/attn_norm", x_TD, encoder.norm_eps)
-    mixed = attend(leaves, f"{prefix}/attn", encoder, normed, turn, windows, read_TT)
-    x_TD = x_TD + mixed * leaves.get(f"{prefix}/attn_scale", 1.0)
+    x_TD = x_TD + ended("attn", attend(leaves, f"{prefix}/attn", encoder, normed, turn, windows, read_TT))
     normed = norm(leaves, f"{prefix}/mlp_norm", x_TD, encoder.norm_eps)
-    hidden = feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed)
-    return x_TD + hidden * leaves.get(f"{prefix}/mlp_scale", 1.0)
+    return x_TD + ended("mlp", feed_forward(leaves, f"{prefix}/mlp", encoder.activation, normed))
 
 
 def encoder_layers(
@@ -140,46 +144,67 @@ def encode_patches(
     x_TD = affine(leaves, f"{name}/patch", patches_TX)
     if vit.has_table:
         x_TD = x_TD + table_of(leaves[f"{name}/position"], vit, rows, columns)[positions_T2[:, 0], positions_T2[:, 1]]
-    if vit.class_token:
-        x_TD = jnp.concatenate([_class_token(leaves, name, vit)[None], x_TD])
-        positions_T2 = np.concatenate([np.zeros((1, 2), np.int32), positions_T2])
+    places_T2 = centres(positions_T2) if vit.rotates == "axial_centres" else positions_T2
+    if vit.special:
+        x_TD = jnp.concatenate([_special_tokens(leaves, name, vit), x_TD])
+        positions_T2, places_T2 = (
+            np.concatenate([np.zeros((vit.special, 2), x.dtype), x]) for x in (positions_T2, places_T2)
+        )
     if vit.stem_norm:
         x_TD = norm(leaves, f"{name}/stem_norm", x_TD, vit.norm_eps)
-    turns = {"rope2d": turn_2d, "axial": turn_axial}
-    turn = turns[vit.rotates](positions_T2, vit.rope_theta) if vit.rotates else lambda y_THK: y_THK
+    turns = {"rope2d": turn_2d, "axial": turn_axial, "axial_centres": turn_axial, "rope_xy": turn_xy}
+    turn = turns[vit.rotates](places_T2, vit.rope_theta) if vit.rotates else lambda y_THK: y_THK
     all_windows = windows_of(positions_T2, vit.window) if vit.window else ()
 
     def windows(layer: int) -> Sequence[np.ndarray]:
         return () if layer in vit.full_at else all_windows
 
     x_TD, outputs = encoder_layers(leaves, name, vit, _called(calls, "before", x_TD, vit), turn, windows)
-    x_TD, first = _called(calls, "after", x_TD, vit), int(vit.class_token)
+    if vit.output != "plain":
+        x_TD = _put_out(leaves, name, vit, x_TD)
+    x_TD, first = _called(calls, "after", x_TD, vit), vit.special
     levels_TD = [outputs[level][first:] for level in levels]
     return _tokens(leaves, name, x_TD[first:], vit.merge**2, calls, levels_TD, projector)
 
 
-def _class_token(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
-    """The class token, with its position from the table's first row."""
-    token_D = leaves[f"{name}/class_token"]
-    return token_D + leaves[f"{name}/position"][0] if vit.has_table else token_D
+def _special_tokens(leaves: Arrays, name: str, vit: ViTConfig) -> jax.Array:
+    """The class token, with its position from the table's first row, and registers."""
+    tokens = [leaves[f"{name}/registers"]] if vit.registers else []
+    if vit.class_token:
+        token_D = leaves[f"{name}/class_token"]
+        tokens.insert(0, (token_D + leaves[f"{name}/position"][0] if vit.has_table else token_D)[None])
+    return jnp.concatenate(tokens)
+
+
+def _put_out(leaves: Arrays, name: str, vit: ViTConfig, x_TD: jax.Array) -> jax.Array:
+    """The features times the root of the width, and if `vit` says so minus a bias and times a scale: constants."""
+    x_TD = x_TD * vit.width**0.5
+    if vit.output == "scaled":
+        return x_TD
+    bias_D, scale_D = (jax.lax.stop_gradient(leaves[f"{name}/standard/{part}"]) for part in ("bias", "scale"))
+    return (x_TD - bias_D) * scale_D
 
 
 def _called(calls: Calls, place: CalledAt, x_TD: jax.Array, vit: ViTConfig) -> jax.Array:
-    """Calls a callback with the features as a row has them: the class token is padded to a complete LLM token."""
-    pad = vit.merge**2 - 1 if vit.class_token and place in calls.callbacks.by_place else 0
-    padded = jnp.concatenate([x_TD[:1], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[1:]])
+    """Calls a callback with the features as a row has them: special tokens are padded to complete LLM tokens."""
+    first, pad = vit.special, -vit.special % vit.merge**2 if place in calls.callbacks.by_place else 0
+    padded = jnp.concatenate([x_TD[:first], jnp.zeros_like(x_TD[:1]).repeat(pad, 0), x_TD[first:]])
     called = calls(place, padded)
-    return jnp.concatenate([called[:1], called[1 + pad :]])
+    return jnp.concatenate([called[:first], called[first + pad :]])
 
 
 def table_of(position_ND: jax.Array, vit: ViTConfig, rows: int, columns: int) -> Float[Array, "rows columns D"]:
-    """The learned positions [rows, columns, D] of an image's patches: a corner of the table, or the table resized.
+    """The learned positions [rows, columns, D] of an image's patches: a corner of the table, or the table resized, or
+    sums of a table of columns and one of rows.
 
     The table is resized if `vit.interpolate` is not "none".
 
     `position_ND` is the leaf "vision/position", the table row by row. It has the class token's row first, if there is
     one, which is left out; `rows` and `columns` are the image's numbers of patches.
     """
+    if vit.has_axis_tables:
+        by_column, by_row = jnp.split(position_ND[int(vit.class_token) :], 2)
+        return by_row[:rows, None] + by_column[None, :columns]
     table_GGD = position_ND[int(vit.class_token) :].reshape(vit.grid, vit.grid, -1)
     if vit.interpolate == "none":
         return table_GGD[:rows, :columns]

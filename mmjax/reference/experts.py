@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mmjax.reference.arithmetic import Arrays, activate, matmul
+from mmjax.reference.arithmetic import Arrays, activate, matmul, rms_norm
 
 if TYPE_CHECKING:
     from mmjax.models.llama.config import DecoderConfig
@@ -52,7 +52,7 @@ def has_experts(decoder: DecoderConfig, layer: int) -> bool:
 
 
 def mixture(
-    leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: Float[Array, "N D"]
+    leaves: Arrays, prefix: str, decoder: DecoderConfig, x_ND: Float[Array, "N D"], before_ND: Float[Array, "N D"]
 ) -> tuple[Float[Array, "N D"], RouterSums]:
     """The experts of a layer in place of its mlp, without the residual, and the sums of its router.
 
@@ -60,11 +60,17 @@ def mixture(
       leaves: arrays by name, as `dense_leaves` gives them.
       prefix: the prefix of the layer's leaves, such as "llm/layers/000", under which are "experts/router" [D, E],
         "experts/gate", "experts/up" [E, D, F] and "experts/down" [E, F, D], and where they exist
-        "experts/router_bias" [E], "shared/gate" and so on, and "shared_gate" [D, 1].
+        "experts/router_bias" [E], "experts/router_norm" [D], "experts/expert_scale" [E], "shared/gate" and so on, and
+        "shared_gate" [D, 1].
       decoder: the settings.
       x_ND: the normalised features of all tokens of a sample.
+      before_ND: the same before they were normalised, which a router with a norm of its own reads.
     """
-    logits_NE = matmul(x_ND, leaves[f"{prefix}/experts/router"])
+    scored_ND = x_ND
+    if decoder.router_norm:
+        scored_ND = rms_norm(leaves[f"{prefix}/experts/router_norm"], before_ND, decoder.norm_eps)
+        scored_ND = scored_ND / math.sqrt(decoder.width)
+    logits_NE = matmul(scored_ND, leaves[f"{prefix}/experts/router"])
     if decoder.router == "softmax":
         scores_NE = jnp.exp(logits_NE - logits_NE.max(axis=1, keepdims=True))
         scores_NE = probabilities_NE = scores_NE / scores_NE.sum(axis=1, keepdims=True)
@@ -77,6 +83,8 @@ def mixture(
     if decoder.router_normalised:
         weights_NE = weights_NE / weights_NE.sum(axis=1, keepdims=True)
     weights_NE = decoder.router_scale * weights_NE
+    if decoder.expert_scale:
+        weights_NE = weights_NE * leaves[f"{prefix}/experts/expert_scale"]
 
     if decoder.expert_capacity:
         weights_NE = jnp.where(_within_capacity(decoder, scores_NE + bias_E, chosen_NE), weights_NE, 0)
@@ -84,10 +92,10 @@ def mixture(
     y_ND = jnp.zeros_like(x_ND)
     for expert in range(decoder.experts):
         gate, up, down = (leaves[f"{prefix}/experts/{name}"][expert] for name in ("gate", "up", "down"))
-        hidden = jax.nn.silu(matmul(x_ND, gate)) * matmul(x_ND, up)
+        hidden = activate(decoder.activation, matmul(x_ND, gate)) * matmul(x_ND, up)
         y_ND = y_ND + weights_NE[:, expert : expert + 1] * matmul(hidden, down)
     if decoder.shared_experts:
-        shared_ND = gated_mlp(leaves, f"{prefix}/shared", x_ND)
+        shared_ND = gated_mlp(leaves, f"{prefix}/shared", x_ND, decoder.activation)
         if decoder.shared_gate:
             shared_ND = shared_ND / (1 + jnp.exp(-matmul(x_ND, leaves[f"{prefix}/shared_gate"])))
         y_ND = y_ND + shared_ND

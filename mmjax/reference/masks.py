@@ -53,7 +53,7 @@ def masks_of(model: MultimodalModel, sample: Sample, room: int = 0) -> tuple[jax
         else:
             in_item = pair & np.equal.outer(items, items) & (items > 0)
             far, near = far | in_item, near | in_item
-    return jnp.asarray(near), jnp.asarray(far)
+    return jnp.asarray(near), jnp.asarray(distance >= 0 if decoder.full_causal else far)
 
 
 def _parse(rule: str) -> tuple[set[str], set[str], str]:

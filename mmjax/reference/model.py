@@ -20,7 +20,7 @@ from mmjax.reference.edges import edges_into_llm, first_encoder, image_before, m
 from mmjax.reference.encoders import encode
 from mmjax.reference.lora import merged
 from mmjax.reference.masks import masks_of
-from mmjax.reference.positions import token_positions
+from mmjax.reference.positions import Grid, token_positions
 from mmjax.reference.rotary import rotary_tables
 from mmjax.reference.temporal import encode_clip
 from mmjax.reference.tiles import in_rows
@@ -123,15 +123,16 @@ def _embedded_ids(model: MultimodalModel, sample: Sample) -> np.ndarray:
 
 def _positions(model: MultimodalModel, sample: Sample, room: int = 0) -> Int[np.ndarray, "N 3"]:
     """Positions of the sample's tokens, padded with text up to `room` tokens; M-RoPE's if the LLM has it."""
-    images = []
+    grids = []
     for name in media_encoders(model) if model.llm.rope_sections else ():
         spec, places = model.encoders[name].module.medium, np.flatnonzero(sample.placeholders(name)).tolist()
         assert spec
-        for medium in sample.media.get(name, ()) if spec.axes == 2 else ():
-            rows, columns = (side // spec.patch // spec.merge for side in medium.shape[:2])
-            images.append((places[0], rows, columns))
-            places = places[rows * columns :]
-    return token_positions(max(room, len(sample.tokens)), images)
+        media = list(sample.media.get(name, ())) if spec.axes == 2 else []
+        for times in sample.video_times.get(name, ((),) * len(media)):
+            rows, columns = (side // spec.patch // spec.merge for side in media[0].shape[:2])
+            grids.append(Grid(places[0], rows, columns, times or (0,)))
+            media, places = media[len(grids[-1].times) :], places[rows * columns * len(grids[-1].times) :]
+    return token_positions(max(room, len(sample.tokens)), grids)
 
 
 def _tables(model: MultimodalModel, sample: Sample, room: int = 0) -> Tables | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -26,6 +27,14 @@ def patch_positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "T 2
     ).reshape(-1, 2)
 
 
+def centres(positions_T2: Int[np.ndarray, "T 2"]) -> Float[np.ndarray, "T 2"]:
+    """Angles of patches' centres by (row, column), before frequencies: -2π at an image's first edge, 2π at its last.
+
+    `positions_T2` are (row, column) of each patch of an image, as `patch_positions` gives them.
+    """
+    return 2 * np.pi * (2 * (positions_T2 + 0.5) / (positions_T2.max(axis=0) + 1) - 1)
+
+
 def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.ndarray, " W"]]:
     """Indices of the patches in each window of `side` x `side` patches, windows row by row; at the edges they may be
     smaller.
@@ -45,23 +54,39 @@ def windows_of(positions_T2: Int[np.ndarray, "T 2"], side: int) -> list[Int[np.n
     return windows
 
 
-def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[np.ndarray, "N 3"]:
+class Grid(NamedTuple):
+    """An image, or a video whose times are positions.
+
+    Attributes:
+      first: index of its first token.
+      rows, columns: its tokens; of a video those of a temporal patch.
+      times: the number of each temporal patch along time, from 0; (0,) of an image.
+    """
+
+    first: int
+    rows: int
+    columns: int
+    times: tuple[int, ...] = (0,)
+
+
+def token_positions(length: int, grids: Sequence[Grid]) -> Int[np.ndarray, "N 3"]:
     """(time, row, column) of every token of a sample by M-RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
 
     Args:
       length: number of tokens.
-      images: for each image (index of its first token, rows, columns of tokens), such as (3, 2, 2); () for text alone,
-        where all three numbers are the index.
+      grids: images and videos, such as Grid(3, rows=2, columns=2); () for text alone, where all three numbers are the
+        index.
     """
-    starts = {first: (rows, columns) for first, rows, columns in images}
+    starts = {grid.first: grid for grid in grids}
     positions: list[tuple[int, int, int]] = []
     while len(positions) < length:
-        next_position = max((max(position) for position in positions), default=-1) + 1
-        rows, columns = starts.get(len(positions), (1, 1))
+        number = max((max(position) for position in positions), default=-1) + 1
+        grid = starts.get(len(positions), Grid(0, 1, 1))
         positions += [
-            (next_position, next_position + row, next_position + column)
-            for row in range(rows)
-            for column in range(columns)
+            (number + time, number + row, number + column)
+            for time in grid.times
+            for row in range(grid.rows)
+            for column in range(grid.columns)
         ]
     return np.array(positions[:length], np.int32).reshape(-1, 3)
 
@@ -69,11 +94,12 @@ def token_positions(length: int, images: Sequence[tuple[int, int, int]]) -> Int[
 def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
     """Weights [side, grid] that resize a table of `grid` entries to `side` entries along one axis.
 
-    `kind` is "bicubic", "bilinear" or "corners". "bicubic": a cubic polynomial through four entries, with slopes
-    (p[i+1] - p[i-1]) * 3/4 at the inner two, which is Keys' convolution with a = -3/4; the first and last entries are
-    repeated beyond the table. "bilinear": a tent over the table's entries, as wide as two of them or as two entries of
-    the result, whichever is wider. "corners": the entries of the result are equally far apart, from the table's first
-    to its last entry, and each is on the line between its two neighbours in the table.
+    `kind` is "bicubic", "bicubic_smooth", "bilinear" or "corners". "bicubic": a cubic polynomial through four entries,
+    with slopes (p[i+1] - p[i-1]) * 3/4 at the inner two, which is Keys' convolution with a = -3/4; the first and last
+    entries are repeated beyond the table. "bilinear": a tent over the table's entries, as wide as two of them or as two
+    entries of the result, whichever is wider. "bicubic_smooth": the same with Keys' kernel of a = -1/2 in place of a
+    tent. "corners": the entries of the result are equally far apart, from the table's first to its last entry, and each
+    is on the line between its two neighbours in the table.
     """
     ratio, rows = grid / side, np.zeros((side, grid))
     for place in range(side):
@@ -83,10 +109,11 @@ def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
             if rest:
                 rows[place, left + 1] = rest / (side - 1)
             continue
-        if kind == "bilinear":
+        if kind in ("bilinear", "bicubic_smooth"):
             reach, middle = max(1.0, ratio), (place + 0.5) * ratio
-            tent = [max(0.0, 1 - abs(at + 0.5 - middle) / reach) for at in range(grid)]
-            rows[place] = np.array(tent) / sum(tent)
+            distances = [abs(at + 0.5 - middle) / reach for at in range(grid)]
+            shares = [max(0.0, 1 - distance) if kind == "bilinear" else _keys(distance) for distance in distances]
+            rows[place] = np.array(shares) / sum(shares)
             continue
         at = (place + 0.5) * ratio - 0.5
         left = int(np.floor(at))
@@ -98,6 +125,13 @@ def axis_weights(kind: str, side: int, grid: int) -> Float[np.ndarray, "S G"]:
         for source, share in zip(range(left - 1, left + 3), shares, strict=True):
             rows[place, min(max(source, 0), grid - 1)] += share
     return rows
+
+
+def _keys(distance: float) -> float:
+    """Keys' kernel with a = -1/2: 1.5 d³ - 2.5 d² + 1 within one place, (-d³ + 5 d² - 8 d + 4) / 2 within two."""
+    if distance < 1:
+        return 1.5 * distance**3 - 2.5 * distance**2 + 1
+    return (-(distance**3) + 5 * distance**2 - 8 * distance + 4) / 2 if distance < 2 else 0.0
 
 
 def cut_patches(image_HWC: Float[np.ndarray, "h w C"], patch: int, merge: int) -> Float[np.ndarray, "T P*P*C"]:

@@ -36,13 +36,6 @@ def rotary_tables(decoder: DecoderConfig, positions_N3: np.ndarray) -> Tables:
     return np.cos(angles_NK), np.sin(angles_NK)
 
 
-def local_tables(decoder: DecoderConfig, length: int) -> Tables:
-    """Rotation tables of `length` tokens in layers with a window whose base is `Decoder.local_rope_theta`."""
-    pairs = decoder.rotary_width // 2
-    angles_NK = np.outer(np.arange(length), decoder.local_rope_theta ** (-np.arange(pairs) / pairs))
-    return np.cos(angles_NK), np.sin(angles_NK)
-
-
 def rotary_magnitude(decoder: DecoderConfig) -> float:
     """The factor of rotated heads, 1 without YaRN; see `_rotary`."""
     return _rotary(decoder)[1]
@@ -61,6 +54,8 @@ def _rotary(decoder: DecoderConfig) -> tuple[np.ndarray, float]:
         decoder.rope_context,
     )
     plain = 1 / base ** (np.arange(pairs) / pairs)
+    if decoder.rope_scaling == "proportional":  # pairs beyond the share do not rotate
+        return np.where(np.arange(pairs) < int(decoder.rope_share * pairs), plain / factor, 0), 1.0
     if decoder.rope_scaling == "none":
         return plain, 1.0
     if decoder.rope_scaling == "linear":

@@ -12,7 +12,7 @@ from typing import Any
 from mmjax.configurable import ConfigError
 from mmjax.json_files import is_there, read_object
 from mmjax.weights.grown import GrownTensor
-from mmjax.weights.table import Shape, Tensor, TensorList, keys_of
+from mmjax.weights.table import Shape, Tensor, TensorList, is_list, keys_of
 
 CONFIG = "config.json"
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
@@ -95,7 +95,7 @@ class WeightsFolder:
           KeyError: the folder has no such tensor.
           ConfigError: tensors of a list differ in shape or dtype.
         """
-        if "*" not in key:
+        if not is_list(key):
             return self.tensors[key]
         members = [(name, self.tensors[name]) for name in keys_of(key, self.tensors)]
         if not members:
@@ -113,7 +113,7 @@ class WeightsFolder:
         Raises:
           KeyError: the folder has no such tensor.
         """
-        if "*" in key:
+        if is_list(key):
             return TensorList([self.tensor(name) for name in keys_of(key, self.tensors)])
         tensor = _opened(str(Path(self.path) / self.tensors[key].file)).get_slice(key)
         if not (rows := self.fresh.get(key, 0)):

@@ -4,7 +4,8 @@ A *leaf* is a parameter of one layer in mmjax, such as "layers/000/attn/q". A *k
 such as "model.layers.0.self_attn.q_proj.weight". A family of modules has a table with a ``Row`` for each leaf.
 
 A key with "*" stands for a *list* of tensors of one shape, with the numbers 0, 1, 2, … in its place, such as
-"model.layers.0.mlp.experts.*.up_proj.weight". It is used like the key of one tensor, the stack of the list.
+"model.layers.0.mlp.experts.*.up_proj.weight". It is used like the key of one tensor, the stack of the list. A list may
+have names in place of numbers: "q_proj.[input_min|input_max]" stands for "q_proj.input_min" and "q_proj.input_max".
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Row:
     Attributes:
       leaf: the leaf's name in the module, with "{}" for a layer's number, such as "layers/{}/attn/q".
       keys: the tensor's possible keys, today's first, then those of older folders; "{}" is the layer's number, and "*"
-        makes it a list.
+        or names in brackets make it a list.
       view: the leaf as a view of the tensor.
       copies: keys under which a folder may have a duplicate of the tensor, such as the head of tied embeddings. A
         duplicate is read if the folder has the tensor under none of `keys`.
@@ -242,14 +243,30 @@ def match(entries: Iterable[Entry], keys: Collection[str], unused: Sequence[str]
 
 
 def keys_of(key: str, keys: Collection[str]) -> list[str]:
-    """The keys among ``keys`` for which a key of a table stands: of a list all from number 0 on; [] if it is not there.
+    """The keys among ``keys`` for which a key of a table stands: of a list all from number 0 on, or those of all names;
+    [] if it is not there.
 
     Such as ["experts.0.up", "experts.1.up"] for "experts.*.up".
     """
-    if "*" not in key:
+    if not is_list(key):
         return [key] if key in keys else []
-    members = (key.replace("*", str(number)) for number in count())
-    return [*takewhile(lambda member: member in keys, members)]
+    there = [*takewhile(lambda member: member in keys, _members(key))]
+    return [] if "[" in key and len(there) < len([*_members(key)]) else there
+
+
+def is_list(key: str) -> bool:
+    """Whether a key of a table stands for a list of tensors."""
+    return "*" in key or "[" in key
+
+
+def _members(key: str) -> Iterator[str]:
+    """The keys of a list's tensors, with numbers without an end."""
+    begin, _, rest = key.partition("[")
+    names, _, end = rest.partition("]")
+    if rest:
+        yield from (f"{begin}{name}{end}" for name in names.split("|"))
+    else:
+        yield from (key.replace("*", str(number)) for number in count())
 
 
 class TensorList:
@@ -298,11 +315,10 @@ def assemble(entries: Iterable[Entry], leaves: Mapping[str, np.ndarray]) -> dict
 
 def _listed(key: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the keys and tensors of a list, or the key and the tensor."""
-    if "*" not in key:
+    if is_list(key):
+        yield from zip(_members(key), map(np.asarray, tensor), strict=False)
+    else:
         yield key, tensor
-        return
-    for number, part in enumerate(tensor):
-        yield key.replace("*", str(number)), part
 
 
 def _sources(dimensions: Sequence[int], leaf: Shape) -> Iterator[int | None]:

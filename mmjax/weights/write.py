@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE, WeightsFolder
-from mmjax.weights.table import Entry, View, assemble, keys_of
+from mmjax.weights.table import Entry, View, assemble, is_list, keys_of
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
 """Called with names of leaves, returns their whole arrays by name."""
@@ -54,7 +54,7 @@ def rewrite(
     by_key: dict[str, list[_Part]] = {key: [_Part(*copy)] for key, copy in (copies or {}).items()}
     for leaf, (key, view) in places.items():
         for number, name in enumerate(keys_of(key, folder.tensors)):
-            by_key.setdefault(name, []).append(_Part(leaf, view, number if "*" in key else None))
+            by_key.setdefault(name, []).append(_Part(leaf, view, number if is_list(key) else None))
     read = _with_last(read)
     shards = {tensor.file for tensor in folder.tensors.values()}
     stale = {INDEX} if shards == {SINGLE} else set()
@@ -99,14 +99,14 @@ def _replaced(folder: WeightsFolder, key: str, leaves: Sequence[_Part], read: Re
     """A tensor of the folder with the values of leaves; rows without a leaf keep the folder's values."""
     info = folder.tensors[key]
     axis = leaves[0].view.axis if leaves else 0
-    rows = [part.view.rows or (0, info.shape[axis]) for part in leaves]
-    if leaves and sum(end - first for first, end in rows) == info.shape[axis]:
+    rows = [part.view.rows for part in leaves]
+    if leaves and (None in rows or sum(end - first for first, end in filter(None, rows)) == info.shape[axis]):
         tensor = np.empty(info.shape, info.dtype)
     else:
         tensor = np.array(folder.tensor(key)[tuple(slice(0, size) for size in info.shape)])
     for part, bounds in zip(leaves, rows, strict=True):
         values = part.view.undo(np.asarray(read([part.leaf])[part.leaf]))
-        place = (*[slice(None)] * axis, slice(*bounds))
+        place = (*[slice(None)] * axis, slice(*bounds)) if bounds else ...
         tensor[place] = (values if part.number is None else values[part.number]).astype(tensor.dtype)
     return tensor
 
@@ -206,7 +206,8 @@ def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:
 
     path.touch()  # the library would make a file that only its owner can read
     mode = path.stat().st_mode
-    save_file({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}, path, metadata=_METADATA)
+    contiguous = {key: np.ascontiguousarray(tensor).reshape(tensor.shape) for key, tensor in tensors.items()}  # scalars
+    save_file(contiguous, path, metadata=_METADATA)
     path.chmod(mode)
 
 

@@ -83,7 +83,20 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "audio/Whisper.length": ("100", CALLS, (*CALLS, "audio/Whisper.positions='learned'")),
     "llm/Decoder.full_layers": ("1", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.full_every": ("2", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.per_layer_media": (
+        "1",
+        (),
+        ("llm/Decoder.per_layer_width=8", "llm/Layout.pp=1", "llm/Layout.tp=1", *ONE),
+    ),
+    "llm/Decoder.full_causal": ("True", (), ("llm/Decoder.window=8", "llm/Decoder.mask='gemma3'")),
     "llm/Decoder.local_rope_theta": ("5.0", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.global_head_dim": ("32", (), ("llm/Decoder.window=8",)),
+    "llm/Decoder.kv_shared_mlp": (
+        "40",
+        (),
+        (*("llm/Decoder.kv_shared_layers=1", "llm/Layout.pp=1", "llm/Layout.tp=1"), *ONE),
+    ),
+    "llm/Decoder.global_kv_heads": ("4", (), ("llm/Decoder.window=8",)),
     "llm/Decoder.window": ("8", ("llm/Decoder.mask='all sees all everywhere'",), ()),
     "llm/Decoder.rope_factor": ("2.0", (), ("llm/Decoder.rope_scaling='linear'",)),
     "llm/Decoder.rope_context": ("64", (), ("llm/Decoder.rope_scaling='yarn'",)),
@@ -95,6 +108,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
             **{"experts_per_token": "1", "expert_mlp": "32", "shared_experts": "1", "dense_layers": "1"},
             **{"router": "'sigmoid'", "router_normalised": "False", "router_scale": "2.0", "router_groups": "2"},
             **{"router_bias": "True", "balance_loss": "0.1", "router_z_loss": "0.1"},
+            **{"mlp_beside_experts": "True", "router_norm": "True", "expert_scale": "True"},
             "expert_capacity": "1.25",
         }.items()
     },
@@ -117,6 +131,9 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "vision/Projector.hidden": ("32", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.activation": ("'silu'", ("vision/Projector.kind='linear'",), ()),
     "vision/Projector.levels": ("(0,)", (), ("vision/Projector.inject=(0,)",)),
+    "vision/ViT.k_bias": ("False", ("vision/ViT.qkv_bias=False",), ()),
+    "vision/ViT.qkv_bias": ("False", ("vision/ViT.bias=False",), ()),
+    "llm/Decoder.qk_norm_whole": ("True", (), ("llm/Decoder.qk_norm=True",)),
     "vision/Projector.most_tiles": ("2", (), ("vision/Projector.newline=True",)),
     "llm/Layout.cp_way": ("'need'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
     "llm/Layout.cp_tokens": ("'zigzag'", (), ("llm/Layout.cp=2", "vision/Layout.rank_offset=8")),
@@ -162,6 +179,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
             **{"frame_pixels": "640", "folder_fps": "5.0", "frame_limit": "99"},
         }.items()
     },
+    "mine/Source.time_positions": (
+        "4.0",
+        (*SOURCE, "mine/Source.video='timestamps'"),
+        (*SOURCE, "mine/Source.video='positions'", "llm/Decoder.rope_sections=(2, 3, 3)"),
+    ),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (
@@ -188,14 +210,15 @@ READ = {
     "Digits": "images calls digits turns curriculum",
     "Checkpoint": "every keep init_from grace_seconds",
     "Model": "encoders llm generators edges weights",
-    "ViT": "preset layers width heads mlp patch channels merge positions class_token frames patch_bias norm stem_norm "
-    "last_norm norm_eps layer_scale gated activation window attention remat",
+    "ViT": "preset layers width heads mlp patch channels merge positions class_token registers frames patch_bias bias "
+    "qk_norm v_norm score_width norm stem_norm last_norm norm_eps post_norms clipped output layer_scale gated "
+    "activation window attention remat",
     "Whisper": "preset layers width heads mlp mels merge positions pad edges k_bias activation norm_eps attention "
     "remat sample_rate window hop",
     "Decoder": "preset layers width heads kv_heads head_dim kv_rank mlp vocab experts qkv_bias o_bias mlp_bias qk_norm "
-    "norm_plus_one post_norms activation scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask "
-    "chunk nope_every rope_theta rope_share rope_scaling rope_sections norm_eps "
-    "tied z_loss attention remat",
+    "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
+    "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
+    "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
     "Projector": "kind norm bias pool inject newline",
@@ -206,8 +229,8 @@ READ = {
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",
-    "Source": "kind path media held_out strict cut template system question resize mean std resample draft white video "
-    "pixel_limit byte_limit preset",
+    "Source": "kind path media held_out strict cut template system question resize mean std resample draft rounded "
+    "white video pixel_limit byte_limit preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",
 }

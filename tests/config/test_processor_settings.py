@@ -85,3 +85,19 @@ def test_rules_that_are_not_known_are_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^mine/Source\.resize is left to .*image_processor_type='Odd' is none of"):
         loaded(folder)
     assert loaded(folder, "mine/Source.resize='budget'").data.sources["mine"].resize == "budget"
+
+
+@pytest.mark.parametrize(("name", "positions"), [("qwen2_vl", 0.0), ("qwen2_5_vl", 4.0)])
+def test_times_are_positions_where_the_llm_has_them(name: str, positions: float, tmp_path: Path) -> None:
+    """A Qwen tower before another LLM has no rule for videos, and one that is set is refused."""
+    home = tmp_path / "model"
+    shutil.copytree(ORACLES / "generated" / name, home)
+    shutil.copytree(ORACLES / "processors" / "qwen2_vl", home, dirs_exist_ok=True)
+    shutil.copytree(ORACLES / "generated" / name, home, dirs_exist_ok=True)
+    source = loaded(home).data.sources["mine"]
+    assert (source.video, source.time_positions, source.video_pixels) == ("positions", positions, (128, 1536))
+    tower = [*DATA, f"vision/Weights.path='{home}'", "vision/ViT.merge=2", "llm/Decoder.layers=1"]
+    plain = load_config([], tower).data.sources["mine"]
+    assert (plain.video, plain.time_positions, plain.resize) == ("", 0.0, "smart")
+    with pytest.raises(ConfigError, match=r"mine/Source.video='positions': the LLM's positions have no axis of time"):
+        load_config([], [*tower, "mine/Source.video='positions'"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Sample
-from mmjax.reference.positions import token_positions
+from mmjax.reference.positions import Grid, token_positions
 
 ENCODERS = {
     "vision": EncoderSpec(patch=2, merge=2, buckets=((2, 64),)),
@@ -59,10 +60,24 @@ def test_recordings_and_drawings_are_as_text() -> None:
     assert positions(sample(1, ("audio", 3), ("painter", 1, 2), 1))[:, 0].tolist() == list(range(7))
 
 
+def test_a_video_whose_times_are_positions() -> None:
+    """Its temporal patches begin at the same number; text goes on behind the largest."""
+    of = sample(1, ("vision", 1, 2), ("vision", 1, 2), ("vision", 1, 2), 1)
+    timed = replace(of, video_times={"vision": ((0, 3), ())})
+    assert positions(timed)[:, 0].tolist() == [0, 1, 1, 4, 4, 5, 5, 7]
+    assert positions(timed)[:, 1].tolist() == [0, 1, 1, 1, 1, 5, 5, 7]
+    assert positions(timed)[:, 2].tolist() == [0, 1, 2, 1, 2, 5, 6, 7]
+    assert positions(of)[:, 0].tolist() == [0, 1, 1, 3, 3, 5, 5, 7]
+    torn = replace(timed, tokens=np.array([1, *[IDS["vision"]] * 2, 1, *[IDS["vision"]] * 4], np.int32))
+    with pytest.raises(ValueError, match=r"a video of 2 times 1x2 tokens has 4 places in a row; M-RoPE needs"):
+        positions(torn)
+
+
 PIECES = st.lists(
     st.integers(1, 5)
     | st.tuples(st.sampled_from(("vision", "second")), st.integers(1, 4), st.integers(1, 4))
-    | st.tuples(st.just("audio"), st.integers(1, 4)),
+    | st.tuples(st.just("audio"), st.integers(1, 4))
+    | st.tuples(st.just("video"), st.lists(st.integers(0, 9), min_size=1, max_size=3)),
     min_size=1,
     max_size=6,
 )
@@ -72,15 +87,24 @@ PIECES = st.lists(
 @given(PIECES)
 def test_they_are_those_of_the_reference(pieces: list[Any]) -> None:
     """Also of adjacent images, and of images first and last. The next number follows from the last token alone."""
-    of, images, first = sample(*pieces), [], 0
+    flat: list[Any] = []
+    grids, first, times_of = list[Grid](), 0, list[tuple[int, ...]]()
     for piece in pieces:
-        sides = (piece,) if isinstance(piece, int) else piece[1:]
-        if len(sides) == 2:
-            images.append((first, *sides))
-        first += int(np.prod(sides))
+        if isinstance(piece, int) or piece[0] == "audio":
+            flat.append(piece)
+            first += piece if isinstance(piece, int) else piece[1]
+            continue
+        times: tuple[int, ...] = (0,)
+        if piece[0] == "video":
+            times, piece = (0, *sorted(piece[1])), ("vision", 2, 3)
+        flat += [piece] * len(times)
+        grids.append(Grid(first, piece[1], piece[2], times))
+        first += len(times) * piece[1] * piece[2]
+        times_of += [times if len(times) > 1 else ()] if piece[0] == "vision" else []
+    of = replace(sample(*flat), video_times={"vision": tuple(times_of)} if times_of else {})
     positions_N3 = positions(of)
-    np.testing.assert_array_equal(positions_N3, token_positions(len(of.tokens), images))
-    longer = positions(sample(*pieces, 1))
+    np.testing.assert_array_equal(positions_N3, token_positions(len(of.tokens), grids))
+    longer = positions(replace(sample(*flat, 1), video_times=of.video_times))
     assert (longer[-1] == positions_N3[-1].max() + 1).all() and (longer[-1] == positions_N3.max() + 1).all()
 
 

@@ -58,6 +58,14 @@ def images_from(microbatch: Microbatch, row: int, cells: int, spec: EncoderSpec)
 sizes = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3), min_size=1, max_size=9)
 
 
+def test_widths_of_rows_that_no_ranks_share_are_whole_tokens() -> None:
+    """540 patches become 544, a multiple of 8, with tokens of four patches, and stay 540 with tokens of nine."""
+    for merge, width in ((2, 544), (3, 540)):
+        spec = EncoderSpec(patch=4, merge=merge, channels=3, buckets=((1, 540),))
+        packer = Packer(encoders={"vision": spec}, sequence_length=64, microbatches=1, cells=1, pad=0)
+        assert packer.split_over({}).encoders["vision"].buckets == ((1, width),)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=sizes,

@@ -21,6 +21,7 @@ from mmjax.data.sample import answer_text, encode_dialogue, prompt_only
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.record import Media, Record, parse_record
+from mmjax.data.sources.sizes import plan
 from mmjax.data.spec import DataSpec
 from mmjax.data.tokenizer import FileTokenizer, make_tokenizer
 from mmjax.data.turns import Turn, as_turns
@@ -34,22 +35,24 @@ SPECS = {
     "qwen2_vl": EncoderSpec(patch=14, merge=2, channels=3),
     "qwen3_vl": EncoderSpec(patch=16, merge=2, channels=3),
     "siglip2": EncoderSpec(patch=8, channels=3),
+    "gemma4": EncoderSpec(patch=4, merge=3, channels=3),
 }
 """Encoders whose patches matter to the rule; others have patches of one pixel, so that nothing is cut off."""
+NEXT = ("llava_next", "llava_next_mistral")
 RULES = (
-    *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit"),
-    *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2"),
+    *("clip", "llava", "llava_square", "siglip", "siglip2_fixed", "siglip2", "dinov2", "dinov2_small", "vit", "dinov3"),
+    *("qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma2", *NEXT),
 )
 IMAGES = ("odd.png", "grey.png", "alpha.png", "palette.png", "turned.jpg", "small.webp")
 SEEING, SPEAKING = (
-    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "paligemma2"),
+    ("llava", "qwen2_vl", "qwen3_vl", "llava_onevision", "gemma3", "gemma4", "paligemma2", *NEXT),
     ("chatml", "llama2", "llama3", "mistral", "blanks", "old_blanks"),
 )
 TOKENS = {
     "llava": EncoderSpec(patch=7, channels=3),
     "gemma3": EncoderSpec(patch=4, merge=4, channels=3),
     "paligemma2": EncoderSpec(patch=7, channels=3),
-    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl")},
+    **{name: SPECS[name] for name in ("qwen2_vl", "qwen3_vl", "gemma4")},
 }
 
 
@@ -88,6 +91,16 @@ def test_pixels_are_those_of_the_processor(name: str, file: str) -> None:
         assert np.abs(medium[::STRIDE, ::STRIDE] - wanted[f"{name}/{file}/{number}"]).max() <= 1e-5
 
 
+def test_sizes_of_images_are_those_of_gemma_4() -> None:
+    """Also of very long ones, which have one row of tokens."""
+    sizes = values()["gemma4/sizes"]
+    config = SourceConfig(**image_settings(str(FOLDERS / "gemma4")))
+    assert (config.resize, config.max_patches, config.mean, config.std) == ("largest", 630, (0.5,) * 3, (0.5,) * 3)
+    for height, width, *wanted in sizes.tolist():
+        assert [*plan((height, width), config, SPECS["gemma4"])[0].canvas] == wanted, (height, width)
+    assert 12 in sizes[:, 2] and 12 in sizes[:, 3] and 840 in sizes[:, 2:]
+
+
 def test_beside_others_an_image_has_no_tiles() -> None:
     maker = pictures("llava_onevision")
     for file in IMAGES[:2]:
@@ -116,7 +129,8 @@ def counts(name: str, record: Record) -> dict[str, list[int]]:
     if name in TOKENS:
         sizes = [pictures(name).sizes(data)[0] for data in files]
         return {"vision": [TOKENS[name].tokens(*size) for size in sizes]}
-    maker = pictures(name, EncoderSpec(patch=7, channels=3, newline=True, most_tiles=9))
+    most_tiles = 0 if name in NEXT else 9
+    maker = pictures(name, EncoderSpec(patch=7, channels=3, newline=True, most_tiles=most_tiles))
     return {"vision": [maker.tokens(maker.measure(data, alone=len(files) == 1)) for data in files]}
 
 
@@ -138,8 +152,8 @@ def test_tokens_and_what_is_learned(name: str, which: str) -> None:
         return
     token_counts = counts(name, parsed)
     laid = encode_dialogue(tokenizer, encoders, token_counts, parsed.turns, **settings)
-    # A dialogue ends with an end token, which LLaVA's template does not write.
-    ids = [*wanted["ids"], tokenizer.eos] if name == "llava" else wanted["ids"]
+    # A dialogue ends with an end token, which LLaVA's template for Vicuna does not write.
+    ids = [*wanted["ids"], tokenizer.eos] if name in ("llava", "llava_next") else wanted["ids"]
     assert laid.tokens == ids
     prompt = encode_dialogue(tokenizer, encoders, token_counts, parsed.dialogue[:-1], **settings).tokens
     assert prompt == wanted["prompt"]
@@ -181,8 +195,9 @@ def test_odd_answers(name: str, answer: str) -> None:
     tokenizer, template = folder(name)
     encoders = {"vision": EncoderSpec(patch=1, channels=3)}
     counts = {"vision": [2, 3]} if "<image>" in answer else {"vision": [2]}
-    if name == "paligemma2" and "<image>" in answer:
-        with pytest.raises(ValueError, match="has no place for 1 of the media"):
+    refusals = {"paligemma2": "has no place for 1 of the media", "llava_next_mistral": "refuses the dialogue"}
+    if name in refusals and "<image>" in answer:
+        with pytest.raises(ValueError, match=refusals[name]):
             encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)
         return
     laid = encode_dialogue(tokenizer, encoders, counts, (("<image>q", answer),), template=template)

@@ -40,8 +40,15 @@ LLMS = (
     "deepseek_v3",
     "qwen3_5_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma4_per_layer",
     "gemma3_text",
     "smollm3",
+    "olmo2",
+    "olmo3",
+    "phi3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 SAID, END = "What do you see: the sea.", 1
@@ -110,13 +117,13 @@ def test_tokens_are_those_of_transformers(
 
 WHOLES = {
     **{"llava": "llava", "llava_onevision": "llava_onevision", "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl"},
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), "qwen3_vl"),
-    "gemma3": "gemma3",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen3_vl"),
+    **{name: name for name in ("gemma3", "gemma4", "llava_next", "llava_next_mistral")},
 }
 """Whole models, and the folders of their processors."""
 
 
-SHORT = [("llava_onevision", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
+SHORT = [("llava_onevision", "one device"), ("llava_next_mistral", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
 """Cases of `make test`."""
 
 
@@ -150,19 +157,24 @@ def test_a_whole_folder_answers_as_it_does_there(
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_a_whole_folder_answers_about_videos(
     name: str, layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From files, with the folder's rules for videos; an image and an answer before a video too."""
+    """From files, with the folder's rules for videos; an image and an answer before a video too.
+
+    The folders of Qwen2-VL and Qwen2.5-VL have no rules for videos but those for images, as the published ones.
+    """
     pytest.importorskip("av")
     oracles, videos = FOLDER.parent, FOLDER.parent / "video"
-    for place in (
-        oracles / "processors" / "qwen3_vl",
-        videos / "folder",
-        oracles / "generated" / name,
-        videos / "answers",
-    ):
+    if name.startswith("qwen2"):
+        places = (oracles / "processors" / "qwen2_vl", oracles / "generated" / name, videos / "positions")
+    else:
+        places = (
+            *(oracles / "processors" / "qwen3_vl", videos / "folder"),
+            *(oracles / "generated" / name, videos / "answers"),
+        )
+    for place in places:
         shutil.copytree(place, tmp_path / "model", dirs_exist_ok=True)
     shutil.copy(oracles / "processors" / "odd.png", tmp_path)
     for video in ("odd", "small"):

@@ -75,6 +75,10 @@ def test_clip_l14_is_the_published_tower_without_class_token_and_first_norm(grid
         ("clip-vit-l14-336", 303_507_456 - 2 * 1024),  # without the norm behind the pooled class token
         ("siglip-so400m-14-384", 428_225_600 - 15_238_352),  # without the pooling head
         ("dinov2-large", 304_368_640 - 1024),  # without the token that masks patches in its training
+        ("dinov2-giant", 1_136_479_232),  # without it too
+        ("dinov2-with-registers-giant", 1_136_485_376),
+        ("dinov3-vitl16", 303_128_576),
+        ("dinov3-vith16plus", 840_591_360),
         ("qwen2-vl-7b", 631_183_360),  # without the merger, which is a projector
         ("qwen2.5-vl-7b", 631_975_680),
     ],

@@ -69,6 +69,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **dict(rope_theta=5000000.0, rope_scaling=None, use_sliding_window=False, sliding_window=None),
         **dict(no_rope_layers=[1, 1, 1, 0] * 9, no_rope_layer_interval=4, attention_bias=False, mlp_bias=False),
     },
+    "olmo2-7b": {
+        **dict(model_type="olmo2", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+        **dict(num_attention_heads=32, num_key_value_heads=32, vocab_size=100352, rms_norm_eps=1e-06),
+        **dict(rope_theta=500000, rope_scaling=None, attention_bias=False, tie_word_embeddings=False),
+    },
+    "olmo2-13b": {
+        **dict(model_type="olmo2", hidden_size=5120, intermediate_size=13824, num_hidden_layers=40),
+        **dict(num_attention_heads=40, num_key_value_heads=40, vocab_size=100352, rms_norm_eps=1e-06),
+        **dict(rope_theta=500000, rope_scaling=None, attention_bias=False, tie_word_embeddings=False),
+    },
+    "olmo3-7b": {
+        **dict(model_type="olmo3", hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+        **dict(num_attention_heads=32, num_key_value_heads=32, vocab_size=100278, rms_norm_eps=1e-06),
+        **dict(attention_bias=False, tie_word_embeddings=False, sliding_window=4096, rope_theta=500000),
+        **dict(layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8),
+        "rope_scaling": {
+            **dict(attention_factor=1.2079441541679836, beta_fast=32, beta_slow=1, factor=8.0),
+            **dict(original_max_position_embeddings=8192, rope_type="yarn"),
+        },
+    },
+    "phi3-mini-4k": {
+        **dict(model_type="phi3", hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
+        **dict(num_attention_heads=32, num_key_value_heads=32, vocab_size=32064, rms_norm_eps=1e-05),
+        **dict(rope_theta=10000.0, rope_scaling=None, sliding_window=2047, attention_bias=False),
+        **dict(tie_word_embeddings=False, original_max_position_embeddings=4096),
+    },
+    "phi4": {
+        **dict(model_type="phi3", hidden_size=5120, intermediate_size=17920, num_hidden_layers=40),
+        **dict(num_attention_heads=40, num_key_value_heads=10, vocab_size=100352, rms_norm_eps=1e-05),
+        **dict(rope_theta=250000, rope_scaling=None, sliding_window=None, attention_bias=False),
+        **dict(tie_word_embeddings=False, original_max_position_embeddings=16384),
+    },
     "qwen3-30b-a3b": {
         **dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, head_dim=128),
         **dict(num_attention_heads=32, num_key_value_heads=4, hidden_act="silu", rms_norm_eps=1e-06, vocab_size=151936),
@@ -160,7 +192,8 @@ def test_presets_are_the_published_models(name: str) -> None:
 def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}
-    sizes |= {"smollm3-3b": 3_075_098_624}
+    sizes |= {"smollm3-3b": 3_075_098_624, "olmo2-7b": 7_298_617_344, "olmo2-13b": 13_716_198_400}
+    sizes |= {"olmo3-7b": 7_298_011_136, "phi3-mini-4k": 3_821_079_552, "phi4": 14_659_507_200}
     sizes |= {"mixtral-8x7b": 46_702_792_704, "qwen1.5-moe-a2.7b": 14_315_784_192}
     sizes |= {"qwen3.5-9b": 8_953_803_264, "qwen3.5-27b": 26_895_998_464, "qwen3.5-35b-a3b": 34_660_610_688}
     sizes |= {"deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200}
@@ -274,6 +307,18 @@ def test_windows(theirs: dict[str, Any], window: int, full_layers: int) -> None:
             {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 5},
             "use_sliding_window=True: mmjax has no window in the layers without positions",
         ),
+        (
+            {"model_type": "olmo3", "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            "layer_types=['full_attention', 'sliding_attention', 'sliding_attention']: mmjax has one layer of",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope_type of sliding_attention='yarn': mmjax has 'default' alone",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_type='su': mmjax has 'default' alone for Phi-3: LongRoPE's frequencies depend on a text's length",
+        ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: mmjax has experts in all"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers=[2]: mmjax has layers without experts"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True: mmjax has no window in"),
@@ -333,6 +378,11 @@ GEMMA = {
     **{"score_width": 5.0, "score_cap": 7.0, "logit_cap": 9.0, "window": 9, "full_every": 2, "o_bias": True},
     "qkv_bias": True,
 }
+OLMO2 = {
+    **{"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True, "qkv_bias": True},
+    "o_bias": True,
+}
+KINDS |= {"olmo2": OLMO2, "olmo3": {**OLMO2, "window": 9, "full_every": 2, "local_rope_theta": 500000.0}}
 KINDS |= {"gemma2": GEMMA, "gemma3_text": {**GEMMA, "qk_norm": True, "local_rope_theta": 55.0}}
 ROPES = (
     {},
@@ -342,11 +392,14 @@ ROPES = (
 )
 
 
-@pytest.mark.parametrize(("kind", "rope"), list(product(KINDS, ROPES)))
+CASES = [*product(KINDS, ROPES), ("phi3", {"window": 9, "rope_share": 0.7})]
+
+
+@pytest.mark.parametrize(("kind", "rope"), CASES)
 def test_settings_make_a_config_that_means_the_same(kind: str, rope: dict[str, Any]) -> None:
     own = of()
     for some in ({}, {"tied": True, "head_dim": 6, "norm_eps": 1e-3, "rope_theta": 77.0}):
-        c = replace(own, **{**some, **KINDS[kind], **rope})
+        c = replace(own, **{**some, **KINDS.get(kind, {}), **rope})
         theirs = to_hf_config(c, dtype="bfloat16")
         assert theirs["model_type"] == kind and DecoderConfig(**settings(theirs)) == c
         for older in (("rope_parameters",), ("rope_theta", "rope_scaling")):  # either spelling is enough
@@ -369,7 +422,7 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         ({"qk_norm": True, "mlp_bias": True}, "", "Decoder.qk_norm=True: no model of type 'llama' or 'mistral' or"),
         ({"qk_norm": True}, "qwen2", "Decoder.qkv_bias=False: no model of type 'qwen2' has it"),
         ({"o_bias": True}, "", "Decoder.qkv_bias=False: no model of type 'llama'"),
-        ({}, "phi", "model_type='phi': legal: 'llama'"),
+        ({}, "phi", "model_type='phi': did you mean 'phi3'? legal: 'llama'"),
         ({"mask": "gemma3"}, "", "Decoder.mask='gemma3': no model of type 'llama' or 'mistral' or"),
         ({"window": 9, "full_every": 2}, "mistral", "Decoder.window=9: no model of type 'mistral' has it"),
         ({"experts": 4, "router": "sigmoid"}, "", "Decoder.router='sigmoid': no model of type 'llama' or"),
@@ -383,6 +436,14 @@ def test_a_plain_model_can_be_of_any_type_that_has_no_more() -> None:
         (DELTA, "qwen3", "Decoder.delta_heads=2: no model of type 'qwen3' has it"),
         ({**GEMMA, "post_norms": False}, "gemma2", "Decoder.post_norms=False: no model of type 'gemma2' has it"),
         ({**GEMMA, "local_rope_theta": 55.0}, "gemma2", "Decoder.local_rope_theta=55.0: no model of type"),
+        ({**OLMO2, "post_norms": True, "pre_norms": True}, "olmo2", "Decoder.pre_norms=True: no model of type 'olmo2'"),
+        (
+            {"qk_norm": True, "qk_norm_whole": True},
+            "qwen3",
+            "Decoder.qk_norm_whole=True: no model of type 'qwen3' has it",
+        ),
+        ({"rope_share": 0.5}, "llama", "Decoder.rope_share=0.5: no model of type 'llama' has it"),
+        ({"rope_share": 0.5, "o_bias": True}, "phi3", "Decoder.o_bias=True: no model of type 'phi3' has it"),
         ({"score_cap": 5.0}, "", "Decoder.score_cap=5.0: no model of type 'llama' or"),
         ({"chunk": 9}, "", "Decoder.window=0: no model of type 'llama' or 'mistral' or"),
         ({"vocab": 0}, "", "Decoder.vocab=0: set it to the tokenizer's vocabulary first"),
@@ -402,6 +463,7 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
         ({"full_layers": 5, "window": 4}, "Decoder.full_layers=5: must be Decoder.layers (4) or less"),
         ({"full_every": 2}, "Decoder.full_every=2: the other layers have no window; set Decoder.window"),
         ({"full_every": 2, "full_layers": 1, "window": 4}, "Decoder.full_every=2: Decoder.full_layers=1 says which"),
+        ({"pre_norms": False}, "Decoder.pre_norms=False: set Decoder.post_norms too"),
         ({"mask": "gemma"}, "Decoder.mask='gemma': did you mean 'gemma3'?"),
         ({"mask": "full", "window": 4}, "Decoder.window=4: Decoder.mask='full' shows nothing 'before'; set it to 0"),
         ({"chunk": 4, "rope_sections": (2, 3, 3)}, "Decoder.chunk=4: chunks are cut by a token's place in its sample"),
@@ -437,7 +499,6 @@ def test_what_no_type_has_is_refused(changes: dict[str, Any], kind: str, message
             {"local_rope_theta": 5.0, "rope_sections": (2, 3, 3)},
             "Decoder.local_rope_theta=5.0: layers with a window have",
         ),
-        ({"experts": 4, "activation": "gelu"}, "Decoder.activation='gelu': experts have 'silu' alone"),
         ({"activation": "gelo"}, "Decoder.activation='gelo': did you mean 'gelu'?"),
         ({"score_cap": -1.0}, "Decoder.score_cap=-1.0: must be 0 or more"),
         ({"rope_turns": (4.0, 1.0)}, "Decoder.rope_turns=(4.0, 1.0): must be two numbers above 0, the smaller first"),

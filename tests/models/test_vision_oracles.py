@@ -23,7 +23,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
 from mmjax.models.module import run_layers
-from mmjax.models.parameters import join_logical
+from mmjax.models.parameters import join_logical, split_logical
 from mmjax.models.projector import weights as projector_weights
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
@@ -33,7 +33,8 @@ from mmjax.reference import encode_image
 from mmjax.weights.table import assemble, expand, match
 
 FOLDERS = Path(__file__).parents[1] / "oracles" / "vision"
-NAMES = sorted(set(FAMILIES.values()))
+NAMES = sorted({*FAMILIES.values(), "dinov2_giant", "dinov3_vit_gated"})
+"""Folders, the last two of gated mlps."""
 SIZES = ("native", "wide", "tall", "cut")
 DEPTH, WIDTH, TOLERANCE = 3, 128, 2e-6
 
@@ -110,9 +111,27 @@ def features(
     return np.asarray(last)[0], np.asarray(before)[0]
 
 
+def gradients(
+    c: ViTConfig, read: dict[str, np.ndarray], inputs: dict[str, np.ndarray], cotangent_TD: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Gradients of leaves, by name, for a cotangent of the features of one image's tokens in their order."""
+    module, own = VisionTransformer(c), leaves(c)
+    tree = jax.tree.structure(slice_of(module).leaves())
+    named: Any = {f"m/{name}": leaf for name, leaf in read.items()}
+    params = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in join_logical(own, named)])
+
+    def body(p: Any, given: Any) -> jax.Array:
+        here = context(module, **given)
+        x, *_ = run_layers(module, p, here, module.embed(p, here))
+        return jnp.sum(module.end(p, here, x)[0, : len(cotangent_TD)] * cotangent_TD)
+
+    found = jax.jit(jax.grad(lambda p: on_tp(1, body, p, inputs, out=P())))(params)
+    return {name.removeprefix("m/"): np.asarray(x) for name, x in split_logical(own, jax.tree.leaves(found)).items()}
+
+
 def assert_theirs(family: str, c: ViTConfig, inputs: dict[str, np.ndarray], found: tuple[np.ndarray, ...]) -> None:
     """Requires each image's features to be those that transformers has for it alone."""
-    first = int(c.class_token)
+    first = c.special
     segments, positions = inputs["segments"][0], inputs["positions"][0]
     sizes = {image(family, size).shape: size for size in SIZES}
     for number in range(1, segments.max() + 1):
@@ -128,8 +147,8 @@ def assert_theirs(family: str, c: ViTConfig, inputs: dict[str, np.ndarray], foun
                 ours_TD[is_patch], theirs_TD[order], rtol=0, atol=bound, err_msg=f"{size} {name}"
             )
             if first:
-                ours_D = ours_TD[own & ~is_patch]
-                np.testing.assert_allclose(ours_D, theirs_TD[:1], rtol=0, atol=bound)
+                ours_GD = ours_TD[own & ~is_patch]
+                np.testing.assert_allclose(ours_GD, theirs_TD[:first], rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -147,12 +166,29 @@ def test_an_image_of_the_tables_size_needs_no_interpolation() -> None:
     assert_theirs("clip", c, inputs, features(c, read, inputs))
 
 
-def test_merged_patches_and_tp_have_the_same_features() -> None:
-    """With ``merge=2`` a class token takes a whole LLM token's place: three positions behind it are padding."""
-    c, read = loaded("clip", 2)
-    inputs = packed(c, tuple(image("clip", size) for size in ("native", "tall")))
-    assert (inputs["segments"][0, 1:4] == 0).all() and inputs["segments"][0, 0] == 1
-    assert_theirs("clip", c, inputs, features(c, read, inputs, tp=2))
+@pytest.mark.parametrize(("family", "padding"), [("clip", 3), ("dinov2_with_registers", 0), ("dinov3_vit", 3)])
+def test_merged_patches_and_tp_have_the_same_features(family: str, padding: int) -> None:
+    """With ``merge=2`` special tokens take whole LLM tokens' places: positions behind them are padding."""
+    c, read = loaded(family, 2)
+    inputs = packed(c, tuple(image(family, size) for size in ("native", "tall")))
+    assert inputs["segments"][0, : c.special + padding].tolist() == [1] * c.special + [0] * padding
+    assert_theirs(family, c, inputs, features(c, read, inputs, tp=2))
+
+
+@pytest.mark.parametrize("family", [name for name in NAMES if name.startswith("dinov") and name != "dinov2"])
+def test_gradients_are_those_of_torch(family: str) -> None:
+    config, _, oracles = folder(family)
+    c, read = loaded(family)
+    found = gradients(c, read, packed(c, (image(family, "wide"),)), oracles["cotangent"])
+    compared = 0
+    for entry in expand(rows(c, config["model_type"]), c.layers):
+        if (theirs := oracles.get(f"gradients/{entry.keys[0]}")) is not None:
+            shape = read[entry.leaf].shape
+            wanted = entry.view.read(theirs, shape, (slice(None),) * len(shape))
+            bound = 1e-5 * np.abs(wanted).max() if not entry.leaf.endswith("k_bias") else 1e-5  # whose gradient is 0
+            np.testing.assert_allclose(found[entry.leaf], wanted, rtol=0, atol=bound, err_msg=entry.leaf)
+            compared += 1
+    assert compared >= 19
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -162,7 +198,7 @@ def test_the_dense_reference_has_their_features(family: str) -> None:
     named |= {"vision_projector/kernel": np.eye(c.width), "vision_projector/bias": np.zeros(c.width)}
     projector = ProjectorConfig(kind="linear")
     got, _ = encode_image(named, "vision", c, image(family, "wide"), projector=projector)
-    theirs = folder(family)[2]["wide/last"][int(c.class_token) :]
+    theirs = folder(family)[2]["wide/last"][c.special :]
     np.testing.assert_allclose(np.asarray(got), theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
 
 
@@ -177,6 +213,7 @@ def test_tensors_go_in_and_out_bit_for_bit(family: str) -> None:
     theirs = to_hf_config(c)
     # SigLIP's image has two pixels that no patch covers, and its folder a head that pools, which no leaf is of.
     changed = {"image_size": 28, "vision_use_head": False} if family == "siglip" else {}
+    changed |= {"hidden_act": "silu"} if c.gated else {}  # which DINOv2's gated mlp has whatever the folder says
     assert theirs == {key: config.get(key) for key in theirs} | {k: v for k, v in changed.items() if k in theirs}
     assert settings(theirs) == settings(config)
 
@@ -187,7 +224,8 @@ def test_features_of_an_inner_layer_need_no_layer_behind_it(family: str) -> None
     c = ViTConfig(**settings(config, -2))
     assert (c.layers, c.last_norm) == (2, False)
     # As part of a model with text the same keys have a prefix.
-    prefix = {"dinov2": "dinov2.", "vit": "vit."}.get(family, "vision_model.")
+    kind = config["model_type"]
+    prefix = {"vit": "vit.", "dinov3_vit": "model."}.get(kind, f"{kind}." if "dino" in kind else "vision_model.")
     for keys in (tensors, [prefix + key for key in tensors]):
         found = match(expand(rows(c, config["model_type"]), c.layers), keys, unused(c))
         assert not found.missing and not found.unexpected
@@ -219,7 +257,16 @@ def test_a_projector_has_the_activation_of_its_folder() -> None:
     ("changes", "message"),
     [
         ({"model_type": "swin"}, "config.json: model_type='swin': legal: 'clip'"),
-        ({"use_swiglu_ffn": True}, "config.json: use_swiglu_ffn=True: mmjax has False alone"),
+        ({"model_type": "vit", "qkv_bias": False}, "config.json: qkv_bias=False: mmjax has True alone"),
+        (
+            {"model_type": "dinov3_vit", "value_bias": False},
+            "config.json: value_bias=False: mmjax has a bias of queries and values, or of neither",
+        ),
+        ({"model_type": "dinov3_vit", "mlp_bias": False}, "config.json: mlp_bias=False: mmjax has True alone"),
+        (
+            {"model_type": "dinov3_vit", "whole": {"model_type": "llava"}},
+            "config.json: model_type='dinov3_vit': mmjax gives the LLM no registers",
+        ),
         ({"hidden_act": "relu"}, "config.json: hidden_act='relu': "),
         ({"whole": {"vision_feature_layer": [-2, -5]}}, "config.json: vision_feature_layer=[-2, -5]: "),
         ({"whole": {"vision_feature_select_strategy": "full"}}, "config.json: vision_feature_select_strategy='full'"),

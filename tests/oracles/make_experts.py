@@ -1,11 +1,12 @@
-"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts, and gradients of Qwen3.5 and Gemma.
+"""Makes ``llm/experts.npz``: gradients and router losses of decoders with experts, and gradients of Qwen3.5, Gemma,
+OLMo 2 and Phi-3.
 
     python tests/oracles/make_experts.py [FAMILY ...]    # needs torch and transformers, and the folders of make_llm.py
 
 The loss is the sum over the sequences of ``values.npz``, each run alone, of cross-entropies, and of
 ``load_balancing_loss_func`` of each layer alone times ``COEFFICIENT`` and the number of tokens, as a mean over layers.
-Of DeepSeek's models, whose choice of experts that function does not know, of Qwen3.5 and of Gemma, it is the
-cross-entropies alone.
+Of DeepSeek's models, whose choice of experts that function does not know, of Qwen3.5, Gemma, OLMo 2 and Phi-3, it is
+the cross-entropies alone.
 """
 
 # pyright: reportMissingImports=false
@@ -33,11 +34,22 @@ FAMILIES = (
     "qwen3_5_moe_text",
     "gemma3_text",
     "gemma2",
+    "olmo2",
+    "phi3",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma4_per_layer",
 )
 LAYERS = {
     "qwen3_5_text": ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
     "qwen3_5_moe_text": ("layers.0.",),
-    **dict.fromkeys(("gemma3_text", "gemma2"), ("layers.1.", "layers.2.", "embed_tokens", "norm.weight")),
+    **dict.fromkeys(
+        ("gemma3_text", "gemma2", "olmo2", "phi3", "gemma4_text", "gemma4_moe"),
+        ("layers.1.", "layers.2.", "embed_tokens", "norm.weight"),
+    ),
+    "gemma4_shared": ("layers.3.", "layers.4.", "layers.7.", "embed_tokens", "norm.weight"),
+    "gemma4_per_layer": ("layers.1.", "layers.3.", "embed_tokens", "norm.weight", "per_layer"),
 }
 """Parts of the names of weights whose gradients are kept; of the others "layers.1." alone."""
 COEFFICIENT = 0.5
@@ -55,8 +67,8 @@ def main() -> None:
         balance, total = torch.zeros(()), torch.zeros(())
         for tokens in sequences:
             ids = torch.from_numpy(tokens)[None].long()
-            has_loss = not family.startswith(("deepseek", "qwen3_5", "gemma"))
-            out = model(input_ids=ids, output_router_logits=has_loss)
+            has_loss = not family.startswith(("deepseek", "qwen3_5", "gemma", "olmo", "phi"))
+            out = model(input_ids=ids, output_router_logits=has_loss, output_hidden_states=True)  # see make_llm.py
             chosen = torch.log_softmax(out.logits[0, :-1], -1).gather(1, ids[0, 1:, None])
             total = total - chosen.sum()
             if has_loss:

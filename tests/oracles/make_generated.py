@@ -38,7 +38,14 @@ LLMS = (
     "qwen3_5_text",
     "gemma3_text",
     "gemma2",
+    "gemma4_text",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma4_per_layer",
     "smollm3",
+    "olmo2",
+    "olmo3",
+    "phi3",
 )
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,:"
 """Their tokens from 3 on; the first are those of the beginning and the end, and of what is unknown."""
@@ -100,6 +107,7 @@ def words(llms: Any) -> None:
     found: dict[str, Any] = dict(np.load(path)) if path.exists() else {}
     for name in llms:
         model = transformers.AutoModelForCausalLM.from_pretrained(HERE.parent / "llm" / name, dtype=torch.float32)
+        model.config.output_hidden_states = True  # see make_llm.py
         about = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=1, eos_token_id=1)
         said = model.eval().generate(input_ids=tokens, max_new_tokens=LLM_LIMIT, **about)[0, tokens.shape[1] :]
         found[name] = said.numpy().astype(np.int32)

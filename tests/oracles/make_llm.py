@@ -25,9 +25,13 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -66,6 +70,14 @@ LATENT: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "head_dim": 8} | di
 LOCAL = ["sliding_attention"] * 2
 YARN = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_position_embeddings=16)
+GEMMA4: dict[str, Any] = {**SIZES, "num_hidden_layers": 6} | dict(
+    **dict(global_head_dim=16, sliding_window=6, hidden_size_per_layer_input=0, vocab_size_per_layer_input=67),
+    **dict(layer_types=[*LOCAL, "full_attention"] * 2, pad_token_id=None),
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    },
+)
 FAMILIES: dict[str, Any] = {
     "llama2": LlamaConfig(
         **{**SIZES, "hidden_size": 32, "num_key_value_heads": 4, "head_dim": None},
@@ -146,6 +158,40 @@ FAMILIES: dict[str, Any] = {
         **_rope("default", rope_theta=100.0),
         **dict(no_rope_layers=[1, 0, 1, 0, 1], tie_word_embeddings=True, attention_bias=True, pad_token_id=None),
     ),
+    "olmo2": Olmo2Config(
+        **SIZES, **_rope("default", rope_theta=1000.0), **dict(attention_bias=True, pad_token_id=None)
+    ),
+    "olmo3": Olmo3Config(
+        **{**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4},
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+                "attention_factor": 0.1 * float(np.log(4.0)) + 1,
+            },
+        },
+        **dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=None),
+    ),
+    "phi3": Phi3Config(
+        **SIZES,
+        **_rope("default", rope_theta=100.0, partial_rotary_factor=0.5),
+        **dict(sliding_window=9, pad_token_id=None),
+    ),
+    "gemma4_text": Gemma4TextConfig(
+        **GEMMA4, **dict(attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=0.3)
+    ),
+    "gemma4_moe": Gemma4TextConfig(
+        **GEMMA4,
+        **dict(attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=12),
+    ),
+    "gemma4_shared": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4},
+        **dict(num_kv_shared_layers=3, use_double_wide_mlp=True),
+    ),
+    "gemma4_per_layer": Gemma4TextConfig(
+        **{**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=6),
+    ),
 }
 
 
@@ -153,7 +199,7 @@ def random_model(config: Any, seed: int) -> Any:
     """A model with random weights that bf16 holds, in fp32."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator, is_qwen35 = torch.Generator().manual_seed(seed), "qwen3_5" in config.model_type
-    is_around_0 = is_qwen35 or "gemma" in config.model_type
+    is_around_0 = is_qwen35 or config.model_type in ("gemma2", "gemma3_text")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
@@ -167,10 +213,14 @@ def random_model(config: Any, seed: int) -> Any:
                 around_1 = not name.endswith("bias") and ("linear_attn" in name or not is_around_0)
                 # The rates of delta layers differ, and some are small, so that states last.
                 drawn = 2 * drawn - 2 if name.endswith("A_log") else 0.3 * drawn + (1.0 if around_1 else 0.0)
+            if name.endswith("q_norm.weight") and config.model_type == "gemma4_text":
+                drawn = 0.4 * drawn  # it has the divisor of scores, which are not divided there
             weight.copy_(drawn.bfloat16())
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.copy_((0.2 * torch.randn(bias.shape, generator=generator)).bfloat16())
+            if name.endswith("layer_scalar"):
+                bias.copy_((1 + 0.2 * torch.randn(bias.shape, generator=generator)).bfloat16())
     return model
 
 
@@ -180,10 +230,11 @@ def values(model: Any, sequences: list[np.ndarray]) -> dict[str, np.ndarray]:
     for tokens in sequences:
         ids = torch.from_numpy(tokens)[None].long()
         with torch.no_grad():
-            hidden = model.model(input_ids=ids).last_hidden_state
+            # Without further outputs transformers slices inputs of Gemma 4's layers that may be None.
+            hidden = model.model(input_ids=ids, output_hidden_states=True).last_hidden_state
             logits, cap = model.lm_head(hidden), getattr(model.config, "final_logit_softcapping", None)
             logits = torch.tanh(logits / cap) * cap if cap else logits
-        assert torch.equal(logits, model(input_ids=ids).logits)
+        assert torch.equal(logits, model(input_ids=ids, output_hidden_states=True).logits)
         chosen = torch.log_softmax(logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
         for name, value in (("hidden", hidden[0]), ("logits", logits[0]), ("logprobs", chosen)):
             found[name].append(value.detach().numpy())

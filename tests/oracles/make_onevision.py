@@ -10,7 +10,7 @@ their text tokens behind the first, and gradients are torch's. Pixels are random
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +86,39 @@ def given(pixels: Any, sizes: list[tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    torch.manual_seed(1)
-    torch.set_num_threads(1)
-    rng, made = np.random.default_rng(0), model()
-    HERE.mkdir(exist_ok=True)
-    made.save_pretrained(HERE)
+def features(made: Any, images: dict[str, Any]) -> list[Any]:
+    """What stands at the places of each image's tokens."""
+    about = {"vision_aspect_ratio": "anyres_max_3"}
+    found = made.get_image_features(**images, vision_feature_layer=-1, vision_feature_select_strategy="full", **about)
+    return list(found.pooler_output)
+
+
+Pictures = Callable[[Any, list[tuple[int, int]], np.random.Generator], tuple[Any, list[tuple[int, int]]]]
+"""See ``pictures``."""
+
+
+def write(
+    folder: Path,
+    made: Any,
+    sequences: Sequence[tuple[str, list[tuple[int, int]]]],
+    draw: Pictures,
+    arguments: Callable[[Any, list[tuple[int, int]], list[tuple[int, int]]], dict[str, Any]],
+    seen: Callable[[Any, dict[str, Any]], list[Any]],
+) -> None:
+    """Writes the model's folder, and what it computes of sequences.
+
+    ``draw`` is such as ``pictures``; ``arguments`` gives the model's arguments for pixels, sizes and grids; ``seen`` is
+    such as ``features``.
+    """
+    rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    made.save_pretrained(folder)
     values: dict[str, Any] = {}
     losses, counts, gaps = [], [], []
-    for number, (kinds, sizes) in enumerate(SEQUENCES):
-        pixels, grids = pictures(made, sizes, rng)
-        images = given(pixels, sizes)
-        own: list[Any] = []
-        if sizes:
-            found = made.get_image_features(**images, vision_feature_layer=-1, vision_feature_select_strategy="full",
-                                            vision_aspect_ratio="anyres_max_3")  # fmt: skip
-            own = list(found.pooler_output)
+    for number, (kinds, sizes) in enumerate(sequences):
+        pixels, grids = draw(made, sizes, rng)
+        images = arguments(pixels, sizes, grids)
+        own = seen(made, images) if sizes else []
         left, tokens = list(own), []
         for kind in kinds:
             if kind == "i":
@@ -138,8 +155,14 @@ def main() -> None:
     for name, parameter in made.named_parameters():
         gradients[name] = np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "smallest gap": min(gaps)}
-    np.savez_compressed(HERE / "values.npz", versions=json.dumps(versions), **values)
-    np.savez_compressed(HERE / "gradients.npz", **{k: v.astype(np.float32) for k, v in gradients.items()})
+    np.savez_compressed(folder / "values.npz", versions=json.dumps(versions), **values)
+    np.savez_compressed(folder / "gradients.npz", **{k: v.astype(np.float32) for k, v in gradients.items()})
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    write(HERE, model(), SEQUENCES, pictures, lambda pixels, sizes, grids: given(pixels, sizes), features)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import PIL
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -165,6 +166,27 @@ GEMMA3 = """\
     {{ '<start_of_turn>model\\n' }}
 {%- endif -%}
 """
+GEMMA4 = """\
+{{ bos_token }}
+{%- for message in messages -%}
+    {{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'image' -%}
+                {{ '<|image|>' }}
+            {%- elif part['type'] == 'text' -%}
+                {{ part['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<turn|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<|turn>model\\n' }}
+{%- endif -%}
+"""
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}
 {% set rest = messages[1:] %}{% set system = messages[0]['content'] %}
@@ -207,6 +229,25 @@ MISTRAL = """\
     {%- else %}
         {{- ' ' + message['content'] + eos_token }}
     {%- endif %}
+{%- endfor %}
+"""
+
+
+NEXT_MISTRAL = """\
+{% for message in messages %}
+{%- if message['role'] == 'system' %}
+{{- '<<SYS>>\\n' + message['content'][0]['text'] + '\\n<</SYS>>\\n\\n' }}
+{%- elif message['role'] == 'user' %}
+{{- '[INST] ' }}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}
+{{- '<image>\\n' }}
+{%- endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- part['text'] + ' [/INST]' }}
+{%- endfor %}
+{%- else %}
+{{- ' ' + message['content'][0]['text'] + '</s> ' }}
+{%- endif %}
 {%- endfor %}
 """
 
@@ -263,6 +304,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 32}}),
     "dinov2_small": ("bit.Bit", {**CLIP, "size": {"shortest_edge": 23}}),
     "vit": ("vit.ViT", {"size": {"height": 32, "width": 32}}),
+    "dinov3": ("", {"size": {"height": 32, "width": 48}}),
     "qwen2_vl": ("qwen2_vl.Qwen2VL", {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 9, "patch_size": 14}),
     "qwen3_vl": (
         "qwen2_vl.Qwen2VL",
@@ -275,14 +317,51 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
         "llava_onevision.LlavaOnevision",
         {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
     ),
+    **dict.fromkeys(
+        ("llava_next", "llava_next_mistral"),
+        (
+            "llava_next.LlavaNext",
+            {**CLIP, "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]},
+        ),
+    ),
     "gemma3": ("gemma3.Gemma3", {"size": {"height": 48, "width": 48}}),
+    "gemma4": ("gemma4.Gemma4", {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}),
     "paligemma2": ("siglip.Siglip", {"size": {"height": 28, "width": 28}, "image_seq_length": 16}),
 }
 """By folder, the module and name of the image processor, and its settings."""
 
 
+class Dinov3:
+    """Its processor in ``transformers`` needs torchvision, whose ``resize`` of floats is torch's ``interpolate``."""
+
+    rules: ClassVar = {
+        **{"do_rescale": True, "rescale_factor": 1 / 255, "do_resize": True, "resample": 2, "do_normalize": True},
+        **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "do_center_crop": None},
+        "image_processor_type": "DINOv3ViTImageProcessorFast",
+    }
+
+    def __init__(self, size: dict[str, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Any, return_tensors: str) -> dict[str, np.ndarray]:
+        """Scales to 0 to 1, then resizes, then normalises."""
+        levels = (
+            torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None].float() * self.rules["rescale_factor"]
+        )
+        sides = (self.size["height"], self.size["width"])
+        resized = torch.nn.functional.interpolate(levels, sides, mode="bilinear", align_corners=False, antialias=True)
+        mean, std = (torch.tensor(self.rules[f"image_{name}"])[:, None, None] for name in ("mean", "std"))
+        return {"pixel_values": ((resized - mean) / std).numpy()}
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes its rules."""
+        (folder / "preprocessor_config.json").write_text(json.dumps({**self.rules, "size": self.size}, indent=1) + "\n")
+
+
 def image_processor(name: str) -> Any:
     where, settings = RULES[name]
+    if name == "dinov3":
+        return Dinov3(**settings)
     family, cls = where.split(".")
     module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
     return getattr(module, f"{cls}ImageProcessorPil")(**settings)
@@ -290,13 +369,20 @@ def image_processor(name: str) -> Any:
 
 def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
     """Media [h, w, 3] of an image."""
-    if name == "llava_onevision":
+    if name.startswith(("llava_onevision", "llava_next")):
         return [one.transpose(1, 2, 0) for one in made(image, return_tensors="np")["pixel_values"][0]]
     if name == "siglip2":
         found = made(image, return_tensors="np")
         rows, columns = (int(n) for n in found["spatial_shapes"][0])
         patches = found["pixel_values"][0][: rows * columns].reshape(rows, columns, 8, 8, 3)
         return [patches.transpose(0, 2, 1, 3, 4).reshape(rows * 8, columns * 8, 3)]
+    if name == "gemma4":
+        found, side = made(image, return_tensors="np"), made.patch_size
+        columns, rows = found["image_position_ids"][0].max(axis=0) + 1
+        assert rows * columns == 9 * found["num_soft_tokens_per_image"][0]
+        patches = found["pixel_values"][0][: rows * columns].reshape(rows, columns, side, side, 3)
+        # The model moves pixels from 0 to 1 to -1 to 1 itself.
+        return [2 * (patches.transpose(0, 2, 1, 3, 4).reshape(rows * side, columns * side, 3) - 0.5)]
     if name in ("qwen2_vl", "qwen3_vl"):
         found, side = made(image, return_tensors="np"), made.patch_size
         _, rows, columns = (int(n) for n in found["image_grid_thw"][0])
@@ -305,6 +391,16 @@ def seen(name: str, made: Any, image: Any) -> list[np.ndarray]:
         laid = patches[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
         return [laid.reshape(rows * side, columns * side, 3)]
     return [made(image, return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)]
+
+
+def resized(made: Any) -> np.ndarray:
+    """Heights and widths of images, and what Gemma 4's processor makes of them."""
+    rule = importlib.import_module(type(made).__module__).get_aspect_ratio_preserving_size
+    rng, found = np.random.default_rng(0), []
+    for height, width in [*rng.integers(1, 3000, (60, 2)), (1, 900), (900, 1), (3, 8000), (40, 30), (1, 71), (5, 5)]:
+        size = rule(int(height), int(width), made.patch_size, made.max_soft_tokens * 9, made.pooling_kernel_size)
+        found.append((height, width, *size))
+    return np.asarray(found)
 
 
 def text(said: str) -> dict[str, str]:
@@ -426,8 +522,25 @@ def wholes() -> dict[str, Any]:
     return found
 
 
+def nexts() -> dict[str, Any]:
+    """Folders of LLaVA-NeXT, of Vicuna and of Mistral, and the dialogues."""
+    found: dict[str, Any] = {}
+    about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    for name, template in (("llava_next", LLAVA), ("llava_next_mistral", NEXT_MISTRAL)):
+        own = tokenizer(
+            ["<unk>", "<s>", "</s>", "<pad>", "<image>"],
+            **{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+            begins=True,
+        )
+        made = transformers.LlavaNextProcessor(image_processor(name), own, chat_template=template, **about)
+        made.save_pretrained(HERE / name)
+        config(name, "llava_next", image_token_index=own.convert_tokens_to_ids("<image>"), vision_config={})
+        found[name] = tokens_of(made, images=True, marks=name == "llava_next")
+    return found
+
+
 def gemmas() -> dict[str, Any]:
-    """Folders of Gemma 3 and PaliGemma 2, and the dialogues. The latter has no template, and questions and answers."""
+    """Folders of Gemma 3, 4 and PaliGemma 2, and the dialogues. The last has no template, and questions and answers."""
     found: dict[str, Any] = {}
     turns = ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
     ends = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -441,6 +554,8 @@ def gemmas() -> dict[str, Any]:
     generation = {"eos_token_id": [token("<eos>"), token("<end_of_turn>")]}
     (HERE / "gemma3" / "generation_config.json").write_text(json.dumps(generation) + "\n")
     found["gemma3"] = tokens_of(made, images=True, marks=False)
+
+    found["gemma4"] = gemma4(ends)
 
     transformers.models.paligemma.processing_paligemma.EXTRA_TOKENS[:] = ["<loc0000>", "<seg000>"]
     own = tokenizer(["<pad>", "<eos>", "<bos>", "<image>"], **ends, extra_special_tokens={"image_token": "<image>"})
@@ -466,6 +581,22 @@ def gemmas() -> dict[str, Any]:
         ids, mask = _row(whole["input_ids"]), _row(whole["token_type_ids"])
         found["paligemma2"][name] = {"messages": kept, "ids": ids, "prompt": _row(prompt["input_ids"]), "mask": mask}
     return found
+
+
+def gemma4(ends: dict[str, str]) -> dict[str, Any]:
+    """The folder of Gemma 4, whose processor writes tokens around an image's, and the dialogues."""
+    media = {f"{name}_token": text for name, text in (("boi", "<|image>"), ("eoi", "<image|>"), ("image", "<|image|>"))}
+    heard = {f"{name}_token": text for name, text in (("boa", "<|audio>"), ("eoa", "<audio|>"), ("audio", "<|audio|>"))}
+    added = ["<|turn>", "<turn|>", *media.values(), *heard.values(), "<|video|>"]
+    own = tokenizer(["<pad>", "<eos>", "<bos>", *added], **ends, extra_special_tokens=media | heard, begins=True)
+    own.save_pretrained(HERE / "gemma4")  # a processor without its part for videos is not saved
+    made = transformers.Gemma4Processor(None, image_processor("gemma4"), own, None, chat_template=GEMMA4)
+    (HERE / "gemma4" / "chat_template.jinja").write_text(GEMMA4)
+    ids = {f"{name}_token_id": token_of(own, media[f"{name}_token"]) for name in ("boi", "eoi", "image")}
+    config("gemma4", "gemma4", **ids, video_token_id=token_of(own, "<|video|>"), vision_config={})
+    generation = {"eos_token_id": [token_of(own, "<eos>"), token_of(own, "<turn|>")]}
+    (HERE / "gemma4" / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    return tokens_of(made, images=True, marks=False)
 
 
 def token_of(made: Any, text: str) -> int:
@@ -543,12 +674,15 @@ def main() -> None:
             for number, medium in enumerate(seen(name, made, load_image(str(HERE / file)))):
                 values[f"{name}/{file}/{number}/shape"] = np.asarray(medium.shape[:2])
                 values[f"{name}/{file}/{number}"] = medium[::STRIDE, ::STRIDE].astype(np.float32)
+        if name == "gemma4":
+            values["gemma4/sizes"] = resized(made)
         if name == "llava_onevision":
             pair = [load_image(str(HERE / file)) for file in IMAGES[:2]]
             for file, medium in zip(IMAGES, made([pair], return_tensors="np")["pixel_values"], strict=False):
                 values[f"several/{file}"] = medium[0].transpose(1, 2, 0)[::STRIDE, ::STRIDE].astype(np.float32)
     file = HERE / "dialogues.json"
-    found = {**json.loads(file.read_text("utf-8")), **gemmas()} if added else {**wholes(), **gemmas(), **languages()}
+    apart = {**gemmas(), **nexts()}
+    found = {**json.loads(file.read_text("utf-8")), **apart} if added else {**wholes(), **apart, **languages()}
     np.savez_compressed(HERE / "values.npz", **values)
     file.write_text(json.dumps({"versions": versions, **found}, ensure_ascii=False) + "\n")
 

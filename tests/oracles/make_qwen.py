@@ -62,7 +62,7 @@ _QWEN3_5_TEXT: dict[str, Any] = dict(
 _IDS = dict(vision_start_token_id=START, vision_end_token_id=END, video_token_id=VIDEO, image_token_id=IMAGE)
 
 
-SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12, "qwen3_5": 27}
+SEEDS = {"qwen2_vl": 3, "qwen2_5_vl": 11, "qwen3_vl": 11, "qwen3_vl_moe": 12, "qwen3_5": 27, "qwen3_5_moe": 58}
 """Seeds with which ``generated`` is varied, and has no token that stands for an image.
 
 With Qwen3.5's gradients in fp32 are 2e-5 of the largest from those in fp64; with many seeds the norm behind a small
@@ -97,6 +97,9 @@ def models(text_ids: Mapping[str, int] = {}, ids: Mapping[str, int] = _IDS) -> I
         vision_config=vision, text_config={**about, **_QWEN3_5_TEXT}, tie_word_embeddings=True, **ids
     )
     yield "qwen3_5", transformers.Qwen3_5ForConditionalGeneration(config)
+    text = {**about, **_QWEN3_5_TEXT, **_EXPERTS, "shared_expert_intermediate_size": 24}
+    config = transformers.Qwen3_5MoeConfig(vision_config=vision, text_config=text, tie_word_embeddings=False, **ids)
+    yield "qwen3_5_moe", transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
 def randomise(made: Any, seed: int) -> None:

@@ -1,11 +1,15 @@
 """Makes ``video/``: what transformers makes of videos, their frames, texts and positions, and of models that see them.
 
-    python tests/oracles/make_video.py
+    python tests/oracles/make_video.py [models|NAME …]
 
 It needs torch, torchvision and transformers. Videos are drawn from seeds (``drawn_video``), so that only what
 transformers makes of them is kept: ``values.npz`` has every fifth pixel of every temporal patch, ``dialogues.json`` the
 token ids, and ``MODEL.npz`` for each of ``MODELS`` a packed row's losses, gradients, hidden states and logits, and a
 greedy continuation. The models are those of ``qwen/``.
+
+Qwen2-VL and Qwen2.5-VL have times as positions. `transformers` 5.24 lets the text behind a video go on behind its rows
+and columns; its version 4, and the models' own training, behind the largest number (``published_positions``).
+The models are given these; where no time is larger than rows and columns both are the same.
 """
 
 # pyright: reportMissingImports=false
@@ -25,19 +29,26 @@ from make_qwen import END, IMAGE, MERGE, PATCH, START, VIDEO, patches_of
 from make_whole_generated import SMALL, rules
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 HERE = Path(__file__).parent / "video"
 FOLDERS = Path(__file__).parent
 STRIDE = 5
 RULES: dict[str, Any] = {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 40}}
-MODELS = {"qwen3_vl": 12, "qwen3_5": 13}
+MODELS = {"qwen3_vl": 12, "qwen3_5": 13, "qwen2_vl": 14, "qwen2_5_vl": 15}
 """Models, and the seeds of their texts, with which greedy words vary and are no token of a medium."""
 SIZES = ((16, 24), (24, 16), (8, 24))
 """Heights and widths of an image, of the frames of a video, and of those of another."""
 SEQUENCES = ("tivt", "tv", "tiit")
 """``t`` is a run of text, ``i`` an image, ``v`` a video of the next number of ``TEMPORAL`` patches."""
 TEMPORAL = (3, 2)
+ANSWERING = (*MODELS, "qwen3_vl_moe", "qwen3_5_moe")
+"""Models of ``generated/`` that answer messages with videos."""
+POSITIONS = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose times are positions."""
+SECONDS, PROMPT_SECONDS = 0.85, 0.3
+"""Seconds of a temporal patch, for Qwen2.5-VL, which has four positions a second: 0, 3, 6 and 0, 1, 2."""
 PROMPT, NEW = "tivt", 24
 MESSAGES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": [{"type": "video", "video": "odd.mkv"}, {"type": "text", "text": "What is it?"}]}],
@@ -69,6 +80,27 @@ def processed() -> dict[str, Any]:
 
 def text(said: str) -> dict[str, str]:
     return {"type": "text", "text": said}
+
+
+def by_position() -> dict[str, Any]:
+    """Pixels and indices of videos, as the processor of Qwen2-VL makes them, and times as positions."""
+    values: dict[str, Any] = {}
+    for name, (count, _, _, rate, more) in VIDEOS.items():
+        more = {key: value for key, value in more.items() if key in ("fps", "num_frames")}
+        small = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}, "do_sample_frames": True}
+        made = Qwen2VLVideoProcessor(**{"fps": 2, **small, **more}, cap_pixels_per_frame=False)
+        pixels = torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy())
+        metadata = [{"fps": rate, "total_num_frames": count}]
+        found = made([pixels], video_metadata=metadata, return_metadata=True, return_tensors="pt")
+        times, rows, columns = (int(n) for n in found["video_grid_thw"][0])
+        patches = found["pixel_values_videos"].numpy().reshape(times, rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)
+        laid = patches.transpose(0, 1, 3, 7, 2, 4, 8, 6, 5).reshape(times, rows * 14, columns * 14, 6)
+        values[f"{name}/shape"] = np.asarray(laid.shape)
+        values[f"{name}/pixels"] = laid[:, ::STRIDE, ::STRIDE].astype(np.float32)
+        values[f"{name}/frames"] = np.asarray(found["video_metadata"][0].frames_indices)
+        seconds = torch.tensor(2 / found["video_metadata"][0].sampled_fps)
+        values[f"{name}/numbers"] = (torch.arange(times) * (4 * seconds)).long().numpy()
+    return values
 
 
 def dialogues() -> dict[str, Any]:
@@ -122,8 +154,10 @@ def dialogues() -> dict[str, Any]:
     return found
 
 
-def sequence(kinds: str, sizes: list[tuple[int, int]], temporal: list[int], rng: np.random.Generator) -> list[int]:
-    """Its tokens: a temporal patch has a time of text before it."""
+def sequence(
+    kinds: str, sizes: list[tuple[int, int]], temporal: list[int], rng: np.random.Generator, *, timed: bool
+) -> list[int]:
+    """Its tokens: a temporal patch has a time of text before it if `timed`, else they stand together."""
     found: list[int] = []
     for kind in kinds:
         if kind == "t":
@@ -131,17 +165,21 @@ def sequence(kinds: str, sizes: list[tuple[int, int]], temporal: list[int], rng:
             continue
         height, width = sizes.pop(0)
         count, token = height * width // (PATCH * MERGE) ** 2, IMAGE if kind == "i" else VIDEO
+        if kind == "v" and not timed:
+            found += [START, *[token] * (count * temporal.pop(0)), END]
+            continue
         for _ in range(temporal.pop(0) if kind == "v" else 1):
             found += rng.integers(0, 256, 3).tolist() if kind == "v" else []
             found += [START, *[token] * count, END]
     return found
 
 
-def inputs(kinds: str, seed: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+def inputs(name: str, kinds: str, seed: int) -> tuple[dict[str, Any], list[np.ndarray]]:
     """A sequence as the model takes it, and its media: images [h, w, 3], temporal patches [h, w, 6]."""
     rng = np.random.default_rng(seed)
     sizes, temporal = list(SIZES), list(TEMPORAL)
-    tokens = torch.tensor([sequence(kinds, list(sizes), list(temporal), rng)])
+    timed = name not in POSITIONS
+    tokens = torch.tensor([sequence(kinds, list(sizes), list(temporal), rng, timed=timed)])
     given: dict[str, Any] = {"input_ids": tokens}
     given["mm_token_type_ids"] = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
     media, images, videos, grids = [], [], [], []
@@ -161,7 +199,39 @@ def inputs(kinds: str, seed: int) -> tuple[dict[str, Any], list[np.ndarray]]:
     if videos:
         given["pixel_values_videos"] = torch.from_numpy(np.concatenate(videos))
         given["video_grid_thw"] = torch.tensor(grids)
+        if name == "qwen2_5_vl":
+            given["second_per_grid_ts"] = torch.full((len(grids),), SECONDS)
     return given, media
+
+
+def published_positions(given: dict[str, Any], interval: float) -> tuple[torch.Tensor, list[list[int]]]:
+    """Positions [3, 1, N] by the rule of the models' training, and the times of each image and video in order.
+
+    interval: positions of a second; 0 for one a temporal patch.
+    """
+    kinds, found, times = given["mm_token_type_ids"][0].tolist(), list[list[int]](), list[list[int]]()
+    grids = {1: list(given.get("image_grid_thw", ())), 2: list(given.get("video_grid_thw", ()))}
+    seconds, at = given.get("second_per_grid_ts", torch.zeros(0)).clone(), 0
+    while at < len(kinds):
+        start = max((max(position) for position in found), default=-1) + 1
+        if not kinds[at]:
+            found.append([start] * 3)
+            at += 1
+            continue
+        count, rows, columns = grids[kinds[at]].pop(0).tolist()
+        numbers = torch.arange(count)
+        if kinds[at] == 2 and interval:
+            numbers, seconds = (numbers * (interval * seconds[0])).long(), seconds[1:]
+        times.append(numbers.tolist() if kinds[at] == 2 else [])
+        rows, columns = rows // MERGE, columns // MERGE
+        found += [
+            [start + time, start + row, start + column]
+            for time in numbers.tolist()
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        at += count * rows * columns
+    return torch.tensor(found).T[:, None], times
 
 
 def _cut(patch: np.ndarray) -> np.ndarray:
@@ -178,16 +248,30 @@ def model_values(name: str, seed: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     losses, counts = [], []
     for number, kinds in enumerate(SEQUENCES):
-        given, media = inputs(kinds, seed + number)
-        output = made(**given, output_hidden_states=True)
+        given, media = inputs(name, kinds, seed + number)
+        asked = dict(given)
+        if name in POSITIONS:
+            interval = getattr(made.config.vision_config, "tokens_per_second", 0)
+            asked["position_ids"], times = published_positions(given, interval)
+            values |= {f"times_{number}_{at}": np.asarray(own, np.int32) for at, own in enumerate(times)}
+        output = made(**asked, output_hidden_states=True)
         tokens, logits = given["input_ids"][0], output.logits[0]
         loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="none")
         counted = (tokens[1:] != IMAGE) & (tokens[1:] != VIDEO)
         losses.append((loss * counted).sum())
         counts.append(int(counted.sum()))
+        more = {key: given[key] for key in ("second_per_grid_ts",) if key in given}
         positions, _ = made.model.get_rope_index(
-            given["input_ids"], given["mm_token_type_ids"], given.get("image_grid_thw"), given.get("video_grid_thw")
+            given["input_ids"],
+            given["mm_token_type_ids"],
+            given.get("image_grid_thw"),
+            given.get("video_grid_thw"),
+            **more,
         )
+        if name in POSITIONS:
+            equal = torch.equal(asked["position_ids"], positions)
+            assert equal == (name == "qwen2_vl" or "v" not in kinds), (name, kinds)
+            positions = asked["position_ids"]
         values |= {f"media_{number}_{at}": medium for at, medium in enumerate(media)}
         values |= {
             f"tokens_{number}": tokens.numpy(),
@@ -204,7 +288,14 @@ def model_values(name: str, seed: int) -> dict[str, Any]:
         for key, own in made.named_parameters()
     }
     values |= {f"gradient/{key}": own for key, own in gradients.items()}
-    given, media = inputs(PROMPT, seed + 50)
+    given, media = inputs(name, PROMPT, seed + 50)
+    if name == "qwen2_5_vl":  # no time larger than rows and columns, so that both rules are the same
+        given["second_per_grid_ts"] = torch.full_like(given["second_per_grid_ts"], PROMPT_SECONDS)
+    if name in POSITIONS:
+        of_video = published_positions(given, getattr(made.config.vision_config, "tokens_per_second", 0))
+        theirs, _ = made.model.get_rope_index(**{key: given[key] for key in given if not key.startswith("pixel")})
+        assert torch.equal(of_video[0], theirs), name
+        values |= {f"prompt_times_{at}": np.asarray(own, np.int32) for at, own in enumerate(of_video[1])}
     plain = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, return_dict_in_generate=True)
     out = made.generate(**given, **plain, output_logits=True, eos_token_id=None)
     said = out.sequences[0, given["input_ids"].shape[1] :].numpy()
@@ -217,6 +308,8 @@ def model_values(name: str, seed: int) -> dict[str, Any]:
 
 def answers(name: str) -> dict[str, Any]:
     """What a whole model of ``generated/`` says to messages with videos, greedily."""
+    if name in POSITIONS:
+        return positions_answers(name)
     own = transformers.AutoTokenizer.from_pretrained(HERE / "folder")
     small = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4 * 24 * 24}}
     processor = Qwen3VLVideoProcessor(**small, cap_pixels_per_frame=False)
@@ -224,6 +317,26 @@ def answers(name: str) -> dict[str, Any]:
     images = Qwen2VLImageProcessorPil(**{**rules("qwen3_vl"), **SMALL})
     template = (HERE / "folder" / "chat_template.jinja").read_text()
     made = transformers.Qwen3VLProcessor(images, own, processor, chat_template=template)
+    return _answers(name, made, {})
+
+
+def positions_answers(name: str) -> dict[str, Any]:
+    """As `answers`; rules for videos are left to the file for images, as in the published folders."""
+    own = transformers.AutoTokenizer.from_pretrained(FOLDERS / "processors" / "qwen2_vl")
+    folder = FOLDERS / "generated" / name
+    written = json.loads((FOLDERS / "processors" / "qwen2_vl" / "chat_template.json").read_text())["chat_template"]
+    moving = "{%- elif part.type == 'video' %}\n{{ '<|vision_start|><|video_pad|><|vision_end|>' }}\n"
+    template = written.replace("{%- elif 'text' in part %}", moving + "{%- elif 'text' in part %}")
+    (HERE / "positions").mkdir(exist_ok=True)
+    (HERE / "positions" / "chat_template.json").write_text(json.dumps({"chat_template": template}) + "\n")
+    videos = Qwen2VLVideoProcessor.from_pretrained(folder)
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    kind = transformers.Qwen2VLProcessor if name == "qwen2_vl" else transformers.Qwen2_5_VLProcessor
+    made = kind(images, own, videos, chat_template=template)
+    return _answers(name, made, {"videos_kwargs": {"fps": 2, "do_sample_frames": True}})
+
+
+def _answers(name: str, made: Any, settings: dict[str, Any]) -> dict[str, Any]:
     model = transformers.AutoModelForImageTextToText.from_pretrained(FOLDERS / "generated" / name).eval()
     values: dict[str, Any] = {}
     for number, asked in enumerate(MESSAGES):
@@ -238,6 +351,7 @@ def answers(name: str) -> dict[str, Any]:
             videos=[torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy()) for name in names],
             video_metadata=[{"fps": VIDEOS[name][3], "total_num_frames": VIDEOS[name][0]} for name in names],
             return_tensors="pt",
+            **settings,
         )
         with torch.no_grad():
             out = model.generate(
@@ -255,14 +369,16 @@ def main() -> None:
     torch.set_num_threads(1)
     HERE.mkdir(exist_ok=True)
     versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
-    if "models" not in sys.argv[1:]:
+    names = [name for name in sys.argv[1:] if name in MODELS]
+    if not sys.argv[1:]:
         np.savez_compressed(HERE / "values.npz", versions=versions, **processed())
+        np.savez_compressed(HERE / "positions.npz", versions=versions, **by_position())
         (HERE / "dialogues.json").write_text(json.dumps(dialogues(), ensure_ascii=False) + "\n")
     (HERE / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in MESSAGES))
     np.savez_compressed(
-        HERE / "answers.npz", **{f"{name}/{key}": own for name in MODELS for key, own in answers(name).items()}
+        HERE / "answers.npz", **{f"{name}/{key}": own for name in ANSWERING for key, own in answers(name).items()}
     )
-    for name, seed in MODELS.items():
+    for name, seed in ((name, MODELS[name]) for name in names or MODELS):
         values = model_values(name, seed)
         print(name, float(values["loss"]), float(values["lead"]), values["generated"].tolist())
         np.savez_compressed(HERE / f"{name}.npz", versions=versions, **values)

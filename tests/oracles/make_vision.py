@@ -1,13 +1,16 @@
 """Makes small vision towers of random weights with ``transformers``, and what they compute, for the tests of ours.
 
-``python tests/oracles/make_vision.py`` writes for each family a folder as ``save_pretrained`` does, with
-``oracles.npz`` in it: images, features of the last layer and of the one before, and the versions that made them.
+``python tests/oracles/make_vision.py [FAMILY ...]`` writes for each family a folder as ``save_pretrained`` does, with
+``oracles.npz`` in it: images, features of the last layer and of the one before, of later towers also gradients, and the
+versions that made them.
 It needs torch and transformers, which mmjax does not.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipVisionConfig,
@@ -40,6 +48,17 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**_WIDE, image_size=30)),
     "siglip2": lambda: Siglip2VisionModel(Siglip2VisionConfig(**_WIDE, num_patches=16, vision_use_head=False)),
     "dinov2": lambda: Dinov2Model(Dinov2Config(**_SHAPE, image_size=28, mlp_ratio=2)),
+    "dinov2_giant": lambda: Dinov2Model(Dinov2Config(**_SHAPE, image_size=28, mlp_ratio=2, use_swiglu_ffn=True)),
+    "dinov2_with_registers": lambda: Dinov2WithRegistersModel(
+        Dinov2WithRegistersConfig(**_SHAPE, image_size=28, mlp_ratio=2, num_register_tokens=3, use_swiglu_ffn=True)
+    ),
+    "dinov3_vit": lambda: DINOv3ViTModel(DINOv3ViTConfig(**_WIDE, image_size=28, num_register_tokens=4)),
+    "dinov3_vit_gated": lambda: DINOv3ViTModel(
+        DINOv3ViTConfig(
+            **{**_WIDE, "image_size": 28, "num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu"},
+            **{"query_bias": False, "value_bias": False},
+        )
+    ),
     "vit": lambda: ViTModel(ViTConfig(**_WIDE, image_size=28)),
 }
 
@@ -70,15 +89,30 @@ def features(family: str, model: Any, image_HWC: np.ndarray) -> Any:
         patches = cut.permute(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
         mask, shape = torch.ones(1, rows * columns, dtype=torch.int32), torch.tensor([[rows, columns]])
         return model(pixel_values=patches, pixel_attention_mask=mask, spatial_shapes=shape, output_hidden_states=True)
-    if family == "dinov2":
+    if family.startswith("dino"):
         return model(pixels, output_hidden_states=True)
     return model(pixels, interpolate_pos_encoding=True, output_hidden_states=True)
 
 
+def gradients(model: Any, image_HWC: np.ndarray) -> dict[str, np.ndarray]:
+    """Of the weights outside of layers and of one layer, by keys of folders, for a cotangent of the last features."""
+    pixels = torch.from_numpy(image_HWC.astype(np.float32)).permute(2, 0, 1)[None]
+    last_TD = model(pixels).last_hidden_state[0]
+    cotangent_TD = torch.randn(last_TD.shape, generator=torch.Generator().manual_seed(1))
+    (last_TD * cotangent_TD).sum().backward()
+    for weight in model.parameters():
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        by_key = load_file(Path(folder) / "model.safetensors")
+    kept = {key: grad for key, grad in by_key.items() if "layer." not in key or "layer.1." in key}
+    return {"cotangent": cotangent_TD.numpy(), **{f"gradients/{key}": grad for key, grad in kept.items()}}
+
+
 def main() -> None:
-    """Writes all folders."""
-    for family, make in FAMILIES.items():
-        model = make().eval().float()
+    """Writes all folders, or those that are named."""
+    for family in sys.argv[1:] or FAMILIES:
+        model = FAMILIES[family]().eval().float()
         randomise(model)
         model.save_pretrained(HERE / family)
         found: dict[str, np.ndarray] = {
@@ -92,6 +126,8 @@ def main() -> None:
                 f"{name}/last": output.last_hidden_state[0].numpy(),
                 f"{name}/before": output.hidden_states[-2][0].numpy(),
             }
+        if family.startswith("dinov") and family != "dinov2":
+            found |= gradients(model, images()["wide"])
         np.savez_compressed(HERE / family / "oracles.npz", allow_pickle=False, **found)
 
 

@@ -1,6 +1,6 @@
 """Makes ``generated/``: tiny models that see images, and what transformers answers to messages with files of images.
 
-    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen3_vl qwen3_5 gemma3 ...]
+    python tests/oracles/make_whole_generated.py [llava qwen2_vl qwen3_vl qwen3_5 gemma3 gemma4 ...]
 
 It needs torch, transformers and Pillow, no torchvision. Tokenizers, templates and rules for images are those of
 ``processors/`` (see ``make_processors.py``), which are not repeated here. Each prompt is answered alone, greedily.
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import make_gemma
+import make_gemma4
 import make_llava
+import make_llava_next
 import make_onevision
 import make_qwen
 import numpy as np
@@ -25,6 +27,8 @@ import transformers
 from transformers.image_utils import load_image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -79,6 +83,19 @@ def onevision(own: Any) -> Made:
     return made, transformers.LlavaOnevisionProcessor(LlavaOnevisionImageProcessorPil(**settings), own, **about)
 
 
+def llava_next(folder: str) -> Callable[[Any], Made]:
+    def made_of(own: Any) -> Made:
+        settings = rules(folder)
+        about = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        template = (PROCESSORS / folder / "chat_template.jinja").read_text()
+        image, side = own.convert_tokens_to_ids("<image>"), settings["crop_size"]["height"]
+        made = make_llava_next.model(304, image, side, 7, settings["image_grid_pinpoints"])
+        images = LlavaNextImageProcessorPil(**settings)
+        return made, transformers.LlavaNextProcessor(images, own, chat_template=template, **about)
+
+    return made_of
+
+
 def qwen(name: str) -> Callable[[Any], Made]:
     def made_of(own: Any) -> Made:
         token = own.convert_tokens_to_ids
@@ -112,15 +129,30 @@ def gemma3(own: Any) -> Made:
     return made.eval(), processor
 
 
+def gemma4(own: Any) -> Made:
+    ids = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    media = {f"{name}_token_id": getattr(own, f"{name}_token_id") for name in ("boi", "eoi", "image")}
+    video = {"video_token_id": own.convert_tokens_to_ids("<|video|>")}
+    made = make_gemma4.model({"vocab_size": 312, **ids}, media | video, window=80, limit=70)
+    make_gemma4.randomise(made, 19)  # with which it never says an image's or a video's token
+    template = (PROCESSORS / "gemma4" / "chat_template.jinja").read_text()
+    images = Gemma4ImageProcessorPil(**rules("gemma4"))
+    return made, transformers.Gemma4Processor(None, images, own, None, chat_template=template)
+
+
 MODELS: dict[str, tuple[str, Callable[[Any], Made]]] = {
     "llava": ("llava", llava),
     "llava_onevision": ("llava_onevision", onevision),
+    "llava_next": ("llava_next", llava_next("llava_next")),
+    "llava_next_mistral": ("llava_next_mistral", llava_next("llava_next_mistral")),
     "qwen2_vl": ("qwen2_vl", qwen("qwen2_vl")),
     "qwen2_5_vl": ("qwen2_vl", qwen("qwen2_5_vl")),
     "qwen3_vl": ("qwen3_vl", qwen("qwen3_vl")),
     "qwen3_vl_moe": ("qwen3_vl", qwen("qwen3_vl_moe")),
     "qwen3_5": ("qwen3_vl", qwen("qwen3_5")),
+    "qwen3_5_moe": ("qwen3_vl", qwen("qwen3_5_moe")),
     "gemma3": ("gemma3", gemma3),
+    "gemma4": ("gemma4", gemma4),
 }
 """By name, the folder among ``processors``, and what makes model and processor of its tokenizer."""
 

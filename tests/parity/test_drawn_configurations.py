@@ -133,10 +133,11 @@ def models(draw: st.DrawFn, modules: tuple[str, ...]) -> Changes:
 @st.composite
 def towers(draw: st.DrawFn) -> Changes:
     """What real vision towers and their projectors have beyond the plain ones."""
-    kind = draw(st.sampled_from(("mlp", "linear")))
+    kind, positions = draw(st.sampled_from(("mlp", "linear"))), draw(st.sampled_from(LEARNED))
     return {
-        "vision/ViT.positions": draw(st.sampled_from(LEARNED)),
-        "vision/ViT.interpolate": draw(st.sampled_from(INTERPOLATIONS)),
+        "vision/ViT.positions": positions,
+        "vision/ViT.registers": draw(st.sampled_from((0, 0, 3))),
+        "vision/ViT.interpolate": "none" if "xy" in positions else draw(st.sampled_from(INTERPOLATIONS)),
         "vision/ViT.class_token": draw(st.sampled_from((True, True, False))),
         "vision/ViT.stem_norm": draw(st.booleans()),
         "vision/ViT.last_norm": draw(st.booleans()),

@@ -1,5 +1,6 @@
-"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, and layers without positions, as
-in SmolLM3, under layouts and schedules."""
+"""Norms behind branches, soft caps, two rotary bases and pooled tokens, as in Gemma, its fourth tower, layers without
+positions, as in SmolLM3, and norms behind branches alone and of all heads, as in OLMo 2 and 3, under layouts and
+schedules."""
 
 from __future__ import annotations
 
@@ -45,12 +46,40 @@ PALIGEMMA2: Changes = DECODER | {
 }
 
 
+TOWER: Changes = {
+    "vision/ViT.positions": "learned_xy+rope_xy",
+    "vision/ViT.patch_bias": False,
+    "vision/ViT.bias": False,
+    "vision/ViT.qk_norm": True,
+    "vision/ViT.v_norm": True,
+    "vision/ViT.score_width": 1.0,
+    "vision/ViT.norm": "rms",
+    "vision/ViT.last_norm": False,
+    "vision/ViT.post_norms": True,
+    "vision/ViT.clipped": True,
+    "vision/ViT.output": "standardised",
+    "vision/ViT.gated": True,
+    "vision/Projector.kind": "linear",
+    "vision/Projector.hidden": 0,
+    "vision/Projector.norm": "rms_plain",
+    "vision/Projector.bias": False,
+    "vision/Projector.pool": True,
+}
+"""A tower and an embedder as in Gemma 4."""
+
+
 def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
     """Layouts of both modules; the encoder's ranks begin at ``offset``."""
     changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
     return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
 
 
+OLMO3: Changes = {
+    **{"llm/Decoder.layers": 4, "llm/Decoder.pre_norms": False, "llm/Decoder.post_norms": True},
+    **{"llm/Decoder.qk_norm": True, "llm/Decoder.qk_norm_whole": True, "llm/Decoder.window": 6},
+    **{"llm/Decoder.full_every": 2, "llm/Decoder.local_rope_theta": 100.0},
+    "llm/Decoder.norm_eps": 1e-2,  # initial branches are small, and with 1e-5 their norms enlarge rounding
+}
 SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
 NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
 ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
@@ -76,6 +105,29 @@ MATRIX: dict[str, Changes] = {
         "llm/Decoder.head_dim": 0,
         "llm/Decoder.kv_heads": 8,
     },
+}
+MATRIX |= {
+    "a part of each head rotates, cp and tp": layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2)
+    | {"llm/Decoder.rope_share": 0.5, "llm/Decoder.window": 6},
+    "norms behind alone, two stages, zb-h1": OLMO3 | TWO_STAGES | SPLIT,
+    "norms behind alone, cp and tp": OLMO3 | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "norms behind alone, nested, lanes": OLMO3 | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "norms behind alone, more ranks than key heads": OLMO3 | layouts(4, {"dp": 2}, tp=4) | {"llm/Decoder.kv_heads": 2},
+    "norms behind alone, tp with overlap": OLMO3 | layouts(2, {"dp": 2}, tp=2, overlap=True),
+    "norms behind alone, sharded": OLMO3 | layouts(4, {"dp": 2}, dp=2, tp=2, shard="parameters"),
+    "norms behind alone, adapters": OLMO3 | TWO_STAGES | ADAPTERS,
+    "tower, tp and pp, zb-h1": TOWER | TWO_STAGES | SPLIT,
+    "tower, cp and tp": TOWER | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
+    "tower, dp and remat": TOWER | layouts(2, {"dp": 2}, tp=2) | {"vision/ViT.remat": "full"},
+    "tower, nested, lanes": TOWER | layouts(0, {"tp": 2}, pp=2, tp=2) | NESTED,
+    "tower, sharded parameters": TOWER | layouts(4, {"dp": 2, "tp": 2, "shard": "parameters"}, dp=2, tp=2),
+    "tower, adapters": TOWER
+    | layouts(4, {"pp": 2, "tp": 2}, tp=2)
+    | {"vision/Lora.rank": 2, "vision/Lora.targets": ("attn/*", "mlp/*"), "vision/Optimizer.frozen": True},
+    "tower, registers without a class token": TOWER | layouts(4, {"tp": 2}, tp=2) | {"vision/ViT.registers": 2},
+    "tower, a class token, registers and products kept": TOWER
+    | layouts(4, {"tp": 2}, tp=2)
+    | {"vision/ViT.class_token": True, "vision/ViT.registers": 3, "vision/ViT.remat": "dots"},
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
 FAST = "two layers on one device"

@@ -15,6 +15,7 @@ from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.source import Source
 from mmjax.mesh.layout import Layout
+from mmjax.plan.choice import plan_recipe
 from mmjax.plan.planned import exact_rows, gin_text, planned, rows_by_candidate
 from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import H100
@@ -77,6 +78,15 @@ def test_a_plan_keeps_tokens_in_order_where_a_module_needs_it(tmp_path: Path) ->
         )
     message = "llm/Layout.cp_tokens='lpt': delta layers (llm/Decoder.delta_heads) go from token to token; set it to"
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_no_plan_cuts_layers_that_belong_together(tmp_path: Path) -> None:
+    bindings = ("llm/Decoder.kv_shared_layers=1", "llm/Layout.pp=1", "llm/Layout.tp=1", "vision/Layout.rank_offset=1")
+    config = load_config((str(write_tiny(tmp_path)),), bindings)
+    with pytest.raises(ConfigError) as error:
+        plan_recipe(config, {"h100": 8})
+    message = "llm/Decoder.kv_shared_layers=1: its layers cannot be cut anywhere, as plans do; set layouts by hand"
+    assert str(error.value) == message
 
 
 def test_the_order_of_samples_follows_from_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

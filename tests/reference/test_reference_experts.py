@@ -91,7 +91,7 @@ def token_by_token(c: DecoderConfig, leaves: dict[str, np.ndarray], x_ND: np.nda
 def test_a_layer_is_that_of_each_token_alone(changes: dict[str, Any]) -> None:
     c = dataclasses.replace(DECODER, **changes)
     leaves, x_ND = drawn(c)
-    y_ND, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND))
+    y_ND, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND), jnp.asarray(x_ND))
     want, losses, loads = token_by_token(c, leaves, x_ND)
     np.testing.assert_allclose(y_ND, want, rtol=1e-4, atol=1e-4)
     assert sums.losses.keys() == {name for name in losses if getattr(c, name)}
@@ -107,7 +107,7 @@ def test_the_first_of_equal_scores_is_chosen() -> None:
     leaves[f"{PREFIX}/experts/router"] *= 0
     c = dataclasses.replace(DECODER, router_bias=True)
     leaves[f"{PREFIX}/experts/router_bias"] = np.array([0, 0, 0, 1, 0, 0], np.float32)
-    _, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND))
+    _, sums = mixture(dense_leaves(leaves), PREFIX, c, jnp.asarray(x_ND), jnp.asarray(x_ND))
     (load,) = sums.loads.values()
     assert np.asarray(load).tolist() == [TOKENS, 0, 0, TOKENS, 0, 0]
 

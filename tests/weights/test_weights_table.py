@@ -115,6 +115,18 @@ def test_leaves_beside_one_another_are_one_tensor(order: tuple[int, ...]) -> Non
         assemble(entries[:1], read)
 
 
+def test_a_leaf_of_named_tensors() -> None:
+    """It is their stack, in the order of the names, and is there only with all of them."""
+    entries = expand([Row("layers/{}/bounds", ("{}.[least|most].x",))], 2)
+    leaf = np.array([-1.5, 2.5], np.float32)
+    written = assemble(entries[1:], {"layers/001/bounds": leaf})
+    assert {key: tensor.tolist() for key, tensor in written.items()} == {"1.least.x": -1.5, "1.most.x": 2.5}
+    assert all(isinstance(tensor, np.ndarray) and tensor.shape == () for tensor in written.values())
+    found = match(entries, [*written, "0.least.x"])
+    assert found.places == {"layers/001/bounds": ("1.[least|most].x", SAME)}
+    assert (found.missing, found.unexpected) == (("0.[least|most].x",), ("0.least.x",))
+
+
 ROWS = (
     Row("embed", ("model.embed_tokens.weight",)),
     Row("layers/{}/q", ("model.layers.{}.qkv.weight",), third(0, 4)),

@@ -174,6 +174,7 @@ def _heads(rng: random.Random, *, uses_mrope: bool) -> Iterator[str]:
     yield f"llm/Decoder.kv_heads={rng.choice((2, 2, 4, 1))}"
     for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
         yield f"llm/Decoder.{name}={rng.random() < 0.25}"
+    yield f"llm/Decoder.qk_norm_whole={rng.random() < 0.25}"
     yield f"llm/Decoder.head_dim={8 if uses_mrope else rng.choice((0, 0, 6))}"
 
 
@@ -219,7 +220,7 @@ def _experts(rng: random.Random, layers: int) -> Iterator[str]:
 
 
 def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:
-    positions, merge = rng.choice(("rope2d", "axial", "learned2d")), rng.choice((1, 2, 2))
+    positions, merge = rng.choice(("rope2d", "axial", "axial_centres", "learned2d")), rng.choice((1, 2, 2))
     yield f"{name}/ViT.merge={merge}"
     yield f"{name}/ViT.positions={positions!r}"
     if positions == "learned2d" and rng.random() < 0.5:
@@ -227,10 +228,13 @@ def _vit(rng: random.Random, name: str, layers: int) -> Iterator[str]:
         yield f"{name}/ViT.grid=5"
     class_token = rng.random() < 0.5
     yield f"{name}/ViT.class_token={class_token}"
+    registers = rng.choice((0, 0, 3))
+    yield f"{name}/ViT.registers={registers}"
+    yield f"{name}/ViT.qkv_bias={rng.random() < 0.8}"
     yield f"{name}/ViT.frames={rng.choice((1, 1, 2))}"
     yield f"{name}/ViT.norm={rng.choice(('layer', 'layer', 'rms'))!r}"
     yield f"{name}/ViT.gated={rng.random() < 0.3}"
-    if not class_token and rng.random() < 0.5:
+    if not (class_token or registers) and rng.random() < 0.5:
         yield f"{name}/ViT.window={merge * rng.choice((1, 2))}"
         yield f"{name}/ViT.full_at={tuple(sorted(rng.sample(range(layers), rng.randint(0, layers))))!r}"
     yield f"{name}/ViT.patch_bias={rng.random() < 0.7}"

@@ -44,7 +44,9 @@ def write_folder(folder: Path, *, tied: bool = False) -> None:
     def read(names: Collection[str]) -> dict[str, np.ndarray]:
         return {name: generator.normal(size=shapes[name], scale=0.2).astype(np.float32) for name in names}
 
-    write(to_hf_config(settings), expand(rows(settings), settings.layers), read, folder, dtype="bfloat16")
+    hf_config = to_hf_config(settings)
+    entries = expand(rows(settings, hf_config["model_type"]), settings.layers)
+    write(hf_config, entries, read, folder, dtype="bfloat16")
     if tied:
         from safetensors.numpy import load_file, save_file
 

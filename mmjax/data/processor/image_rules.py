@@ -23,6 +23,8 @@ _CROPPED = {
     "do_center_crop": True,
     "do_convert_rgb": True,
 }
+_DINOV3 = "DINOv3ViTImageProcessor"
+"""It resizes levels between 0 and 1, which are not rounded."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "CLIPImageProcessor": _CROPPED,
     "BitImageProcessor": _CROPPED,
@@ -41,11 +43,25 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
         "do_convert_rgb": True,
     },
+    _DINOV3: {
+        **{"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)},
+        **{"resample": _BILINEAR, "size": {"height": 224, "width": 224}},
+    },
     "Gemma3ImageProcessor": {
         **_HALF,
         "resample": _BILINEAR,
         "size": {"height": 224, "width": 224},
         "do_convert_rgb": True,
+    },
+    "LlavaNextImageProcessor": _CROPPED,
+    "Gemma4ImageProcessor": {
+        "image_mean": (0.0, 0.0, 0.0),
+        "image_std": (1.0, 1.0, 1.0),
+        "resample": _BICUBIC,
+        "do_normalize": False,
+        "do_convert_rgb": True,
+        "max_soft_tokens": 280,
+        "pooling_kernel_size": 3,
     },
     "LlavaOnevisionImageProcessor": {
         **_CLIP,
@@ -59,6 +75,8 @@ _FIXED = (("do_resize", True), ("do_rescale", True), ("rescale_factor", 1 / 255)
 """Rules with one value."""
 _PINPOINTS = tuple((rows, columns) for rows in range(1, 7) for columns in range(1, 7))
 """LLaVA-OneVision's grids if the file has none."""
+_NEXT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+"""LLaVA-NeXT's, of tiles of 336 pixels."""
 FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 """Settings that may differ from the folder's: they bound the cost of an image."""
 
@@ -66,9 +84,9 @@ FREE = ("max_pixels", "min_pixels", "max_patches", "draft")
 def image_settings(folder: str) -> dict[str, Any]:
     """Fields of `SourceConfig` that a folder decides, by name, such as "resize"; {} if it has no rules for images.
 
-    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": "bicubic", "draft": False, "white": True, "resize":
-    "fixed", "fit": "stretch", "size": (224, 224)}. After "white" come "resize" and the fields that this rule reads,
-    with "smart" for example "min_pixels", "max_pixels" and "max_patches".
+    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resample": "bicubic", "draft": False, "white": True, "rounded":
+    True, "resize": "fixed", "fit": "stretch", "size": (224, 224)}. After "rounded" come "resize" and the fields that
+    this rule reads, with "smart" for example "min_pixels", "max_pixels" and "max_patches".
 
     folder: the path of a checkpoint's folder, in the layout of Hugging Face; preprocessor_config.json is read, or the
     image processor in processor_config.json.
@@ -102,9 +120,19 @@ def _settings(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: tuple(map(float, rules[f"image_{name}"])) if normalised else () for name in ("mean", "std")
     }
+    if name == "Gemma4ImageProcessor":
+        values = _centred(values)
     white = bool(rules.get("do_convert_rgb"))
     values |= {"resample": RESAMPLES[int(rules["resample"])], "draft": False, "white": white}
+    values["rounded"] = name != _DINOV3
     return values | _sizes(name, rules)
+
+
+def _centred(values: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """The mean and deviation of pixels that the model itself doubles and moves from 0 to 1 to -1 to 1."""
+    means, deviations = values["mean"] or (0.0,) * 3, values["std"] or (1.0,) * 3
+    halves = tuple(deviation / 2 for deviation in deviations)
+    return {"mean": tuple(map(sum, zip(means, halves, strict=True))), "std": halves}
 
 
 def _check(rules: Mapping[str, Any]) -> None:
@@ -122,11 +150,16 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     if name == "Qwen2VLImageProcessor":
         low, high = rules.get("min_pixels") or size["shortest_edge"], rules.get("max_pixels") or size["longest_edge"]
         return {"resize": "smart", "min_pixels": int(low), "max_pixels": int(high), "max_patches": 0}
+    if name == "Gemma4ImageProcessor":
+        patches = int(rules["max_soft_tokens"]) * int(rules["pooling_kernel_size"]) ** 2
+        return {"resize": "largest", "max_patches": patches}
     if name == "Siglip2ImageProcessor":
         return {"resize": "naflex", "max_patches": int(rules["max_num_patches"])}
     edge, fixed = size.get("shortest_edge"), (size.get("height"), size.get("width"))
     if name == "LlavaOnevisionImageProcessor":
-        return _tiled((edge, edge) if edge else fixed, rules)
+        return _tiled((edge, edge) if edge else fixed, rules, _PINPOINTS, alone=True)
+    if name == "LlavaNextImageProcessor":
+        return _tiled(_uncut_tile(size, rules), rules, _NEXT_GRIDS, alone=False)
     if not rules.get("do_center_crop"):
         if edge:
             raise ConfigError(f"its image processor has size={size!r} and crops nothing; set Source.resize")
@@ -141,12 +174,30 @@ def _sizes(name: str, rules: Mapping[str, Any]) -> dict[str, Any]:
     return {"resize": "fixed", "fit": fit, "size": crop, "edge": int(edge)}
 
 
-def _tiled(size: tuple[Any, ...], rules: Mapping[str, Any]) -> dict[str, Any]:
+def _uncut_tile(size: Mapping[str, Any], rules: Mapping[str, Any]) -> tuple[int, int]:
+    """The size of LLaVA-NeXT's tiles, from which its cut of the middle takes nothing."""
+    crop = rules["crop_size"]
+    edge, sides = size.get("shortest_edge"), (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    whole = ((edge, edge) if edge else (size.get("height"), size.get("width"))) == sides and sides[0] == sides[1]
+    if not whole or not rules.get("do_center_crop"):
+        raise ConfigError(
+            f"its image processor has size={size!r} and crop_size={crop!r}, no equal squares; set Source.resize"
+        )
+    return sides
+
+
+def _tiled(
+    size: tuple[Any, ...], rules: Mapping[str, Any], usual: tuple[tuple[int, int], ...], *, alone: bool
+) -> dict[str, Any]:
+    """The settings of tiles: their ``size``, and the grids of the file or the ``usual`` ones.
+
+    alone: whether only an image that is its dialogue's only one has tiles.
+    """
     height, width = size
     pinpoints = rules.get("image_grid_pinpoints")
     if pinpoints and any(point[0] % height or point[1] % width for point in pinpoints):
         raise ConfigError(
             f"image_grid_pinpoints={pinpoints[:3]!r}… are no multiples of size={size!r}; set Source.resize"
         )
-    grids = tuple((point[0] // height, point[1] // width) for point in pinpoints) if pinpoints else _PINPOINTS
-    return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": True}
+    grids = tuple((point[0] // height, point[1] // width) for point in pinpoints) if pinpoints else usual
+    return {"resize": "anyres", "size": (height, width), "grids": grids, "alone": alone}

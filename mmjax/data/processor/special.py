@@ -44,6 +44,7 @@ class SpecialTokens:
       around_patch: ids of the tokens before and behind a video's temporal patch; None without them.
       around_image: ids of the tokens before and behind an image's, where the folder's processor writes them; ()
         elsewhere.
+      begins_image: whether a template writes the first of them in an image's place, and not the image token.
       blank: where texts get a blank in front: "first" at their beginning, "always" after special tokens too; "" as in
         ``tokenizer.json``.
       added: tokens with ids that are listed in files other than ``tokenizer.json``.
@@ -58,6 +59,7 @@ class SpecialTokens:
     video: int | None = None
     around_patch: tuple[int | None, int | None] = (None, None)
     around_image: tuple[int, ...] = ()
+    begins_image: bool = False
     blank: str = ""
     added: tuple[AddedToken, ...] = ()
     extra: tuple[str, ...] = ()
@@ -84,7 +86,8 @@ def read_special_tokens(folder: str) -> SpecialTokens:
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else {}
     order = (generation, config, text or {})
     image, video = (_number_of(config, f"{kind}_token_id", f"{kind}_token_index") for kind in ("image", "video"))
-    around_image = [config.get(name) for name in ("boi_token_index", "eoi_token_index")]
+    begins_image = "boi_token_index" in config  # Gemma 3's; Gemma 4 has "boi_token_id"
+    around_image = [_number_of(config, f"{name}_token_index", f"{name}_token_id") for name in ("boi", "eoi")]
     extra = _extra(mapped) + _extra(tokenizer)
     stops = next((ids for file in order if (ids := _ids(file.get("eos_token_id")))), ())
     return SpecialTokens(
@@ -95,7 +98,8 @@ def read_special_tokens(folder: str) -> SpecialTokens:
         image=image,
         video=None if video in stops else video,  # an end token is no video's, whatever the file says
         around_patch=(_number_of(config, "vision_start_token_id"), _number_of(config, "vision_end_token_id")),
-        around_image=tuple(n for n in around_image if isinstance(n, int)) if all(around_image) else (),
+        around_image=tuple(n for n in around_image if n is not None) if all(around_image) else (),
+        begins_image=begins_image,
         blank=_blank(tokenizer, config),
         added=_added(folder, tokenizer.get("added_tokens_decoder"), {*texts.values(), *extra}),
         extra=tuple(dict.fromkeys(extra)),

@@ -69,8 +69,9 @@ class FolderTemplate:
       tokens: names of special tokens in the template, and their texts, such as ("bos_token", "<s>").
       image, video: the texts of the folder's image token and of its video token; "" without one.
       around_patch: the texts of the tokens before and behind a temporal patch; "" for none.
-      around_image: texts of the tokens before and behind an image's, of which the template writes the first alone, for
-        the whole image; () for a template that writes ``image``.
+      around_image: texts of the tokens before and behind an image's, which its processor adds; () for none.
+      begins_image: whether the template writes the first of these in an image's place, and lines stand around them;
+        others write ``image``.
       begins: whether a dialogue that does not begin with bos gets one.
     """
 
@@ -81,6 +82,7 @@ class FolderTemplate:
     video: str = ""
     around_patch: tuple[str, str] = ("", "")
     around_image: tuple[str, ...] = ()
+    begins_image: bool = False
     begins: bool = False
 
     def formatted(self, text: str) -> str:
@@ -162,7 +164,8 @@ class FolderTemplate:
             raise ValueError(f"{self.place} fails on the dialogue ({type(error).__name__}: {error})") from None
         if self.around_image:
             first, last = self.around_image
-            text = text.replace(first, f"\n\n{first}{self.image}{last}\n\n")
+            image = f"{first}{self.image}{last}"
+            text = text.replace(first, f"\n\n{image}\n\n") if self.begins_image else text.replace(self.image, image)
         return text if keep_marks else text.replace(_LEARN, "").replace(_STOP, "")
 
 
@@ -331,6 +334,7 @@ def read_template(folder: str) -> FolderTemplate:
         video=video if image else "",
         around_patch=(begin, end),
         around_image=around_image,
+        begins_image=special.begins_image,
         begins=is_processor(folder) and bool(name),
     )
 

@@ -22,6 +22,7 @@ _READ = {
     "anyres": ("size", "grids", "alone"),
     "smart": ("max_pixels", "min_pixels"),
     "naflex": ("max_patches",),
+    "largest": ("max_patches",),
 }
 """The settings that each value of `resize` reads, among the settings that not all read."""
 RESIZES = tuple(_READ)
@@ -30,9 +31,12 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Filters in the order of Pillow's numbers, which folders contain."""
 MOST_PIXELS = 89_478_485
 """Pillow warns of larger images."""
-VIDEOS = ("", "timestamps")
+VIDEOS = ("", "timestamps", "positions")
 FRAME_RESAMPLES = ("bilinear", "bicubic")
-_OF_VIDEOS = ("fps", "frames", "min_frames", "max_frames", "video_pixels", "frame_pixels", "folder_fps", "frame_limit")
+_OF_VIDEOS = (
+    *("fps", "frames", "min_frames", "max_frames", "video_pixels", "frame_pixels", "time_positions", "folder_fps"),
+    "frame_limit",
+)
 """The settings that videos alone read."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
@@ -57,7 +61,8 @@ class SourceConfig:
 
     resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size),
     "anyres" (the image at size, and tiles of size of one of the grids), "smart" (sides become multiples of patch *
-    merge, pixels between min_pixels and max_pixels) or "naflex" (as many whole patches as max_patches allows).
+    merge, pixels between min_pixels and max_pixels), "naflex" (as many whole patches as max_patches allows) or
+    "largest" (max_patches, small images enlarged too, then sides are rounded down to multiples of patch * merge).
     max_pixels, max_patches: the most of an image, where its size is its own; 0 = any. min_pixels: the fewest under
     "smart". size: height and width; pixels at the right and the bottom that make no whole patch are cut off.
     fit: how "fixed" reaches size: "pad" (keep the aspect), "crop" (keep it, cut the excess), "stretch" or "square"
@@ -68,16 +73,19 @@ class SourceConfig:
     mean, std: of each channel, subtracted and divided by; () = pixels stay in 0 to 1.
     resample: filter with which images are resized, such as "bicubic" or "bilinear". draft: whether large JPEGs are
     decoded at a half, a quarter or an eighth where that is enough, which is faster and changes values a little.
+    rounded: whether levels of resized images are whole numbers, as Pillow makes them, or fractions too (DINOv3).
     white: whether the colour that a file calls transparent becomes white; else it stays, as alpha channels do nothing.
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
 
-    video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL); "" takes
-    none. fps: frames a second that are taken. min_frames, max_frames: the fewest and the most of them.
+    video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL) or
+    "positions" (its temporal patches together, their times M-RoPE's first numbers, as in Qwen2-VL and Qwen2.5-VL); ""
+    takes none. fps: frames a second that are taken. min_frames, max_frames: the fewest and the most of them.
     frames: the number of frames that are taken, whatever their rate; 0 = by fps.
-    video_pixels: the fewest and the most pixels of all frames of a video together. frame_pixels: the most of one frame;
-    0 = any. folder_fps: the rate of the frames in a folder, which is a video too; 0 takes no folders.
-    frame_limit: videos with more frames in their file are not decoded.
+    video_pixels: the fewest and the most pixels of all frames of a video together, under "positions" of each frame.
+    frame_pixels: the most of one frame under "timestamps"; 0 = any. time_positions: positions of a second under
+    "positions"; 0 = one for each temporal patch. folder_fps: the rate of the frames in a folder, which is a video too;
+    0 takes no folders. frame_limit: videos with more frames in their file are not decoded.
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
     """
 
@@ -104,6 +112,7 @@ class SourceConfig:
     std: tuple[float, ...] = field(default=(), metadata={"example": (0.5, 0.5, 0.5)})
     resample: str = "bicubic"
     draft: bool = True
+    rounded: bool = True
     white: bool = False
     pixel_limit: int = 50_000_000
     byte_limit: int = 64 << 20
@@ -115,6 +124,7 @@ class SourceConfig:
     max_frames: int = 768
     video_pixels: tuple[int, int] = (131_072, 786_432)
     frame_pixels: int = 0
+    time_positions: float = 0.0
     folder_fps: float = 0.0
     frame_limit: int = 200_000
     preset: str = ""
@@ -158,7 +168,7 @@ class SourceConfig:
         one_of("Source.video", self.video, VIDEOS)
         for name in ("fps", "max_frames", "frame_limit"):
             positive(f"Source.{name}", getattr(self, name))
-        for name in ("min_frames", "frame_pixels", "folder_fps"):
+        for name in ("min_frames", "frame_pixels", "time_positions", "folder_fps"):
             not_negative(f"Source.{name}", getattr(self, name))
         fix = "must be 0, or 2 or more: the frames of a temporal patch"
         require(self.frames == 0 or self.frames >= 2, "Source.frames", self.frames, fix)
@@ -189,7 +199,19 @@ class SourceConfig:
         if not self.video:
             return dict.fromkeys(_OF_VIDEOS, "Source.video='' takes no videos")
         by_number = f"Source.frames={self.frames} decides the number of frames"
-        return dict.fromkeys(("fps", "min_frames", "max_frames"), by_number) if self.frames else {}
+        unread = dict.fromkeys(("fps", "min_frames", "max_frames"), by_number) if self.frames else {}
+        other = "frame_pixels" if self.video == "positions" else "time_positions"
+        return unread | {other: f"Source.video={self.video!r} does not read it"}
+
+    def check_axes(self, name: str, grid_setting: str) -> None:
+        """Raises ConfigError if times of the dataset's videos are positions, and the LLM counts none.
+
+        Args:
+          name: the dataset's name.
+          grid_setting: the LLM's field that counts rows and columns of an image, such as "rope_sections"; "" = none.
+        """
+        fix = "the LLM's positions have no axis of time; set Decoder.rope_sections, or name another way"
+        require(bool(grid_setting) or self.video != "positions", f"{name}/Source.video", self.video, fix)
 
     def chat(self, tokenizer: str) -> Template | FolderTemplate:
         """The template, with `pieces` in place of its own. Raises ConfigError if a folder's template cannot be read.

@@ -69,7 +69,7 @@ class Pictures:
             fix = f"must be multiples of patch * merge = {spec.block}, or less than a patch more, such as {fit}"
             legal = all(side % spec.block < spec.patch and side >= spec.block for side in config.size)
             require(legal, f"{name}/Source.size", config.size, fix)
-        elif config.max_patches or config.resize == "naflex":
+        elif config.max_patches or config.resize in ("naflex", "largest"):
             least, field = spec.patches_per_token, f"{name}/Source.max_patches"
             require(config.max_patches >= least, field, config.max_patches, f"must be {least} or more: one token's")
 
@@ -172,8 +172,15 @@ class Pictures:
             colour = tuple(int(255 * value) for value in self.config.mean)
             around = (colour[0] if len(colour) == 1 else colour) or 0
         resample = Image.Resampling(RESAMPLES.index(self.config.resample))
-        resized = resize_part(image, size, resample, part, square=around)
-        return self._normalised(np.asarray(resized).reshape(*part[2:], self.spec.channels))
+        if self.config.rounded:
+            resized = resize_part(image, size, resample, part, square=around)
+            return self._normalised(np.asarray(resized).reshape(*part[2:], self.spec.channels))
+        colours = around if isinstance(around, tuple) else (around,) * self.spec.channels
+        channels = (
+            resize_part(channel.convert("F"), size, resample, part, square=colour if square else None)
+            for channel, colour in zip(image.split(), colours, strict=True)
+        )
+        return self._normalised(np.stack([np.asarray(channel) for channel in channels], axis=-1))
 
     def _normalised(self, pixels: np.ndarray) -> np.ndarray:
         values = np.asarray(pixels, np.float32) / 255.0

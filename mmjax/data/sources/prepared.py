@@ -137,6 +137,7 @@ class PreparedRecords:
             broken=(self.name, *faults[0]) if faults else (),
             normalised=(self.config.mean, self.config.std),
             tiled=self._tiled(number),
+            video_times=self._video_times(number),
         )
 
     def worst_case(self) -> WorstCase:
@@ -184,6 +185,14 @@ class PreparedRecords:
         if not pictures or not pictures.spec.newline:
             return {}
         return {self._records.image: tuple(map(pictures.tiled, self._images(number)))}
+
+    def _video_times(self, number: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Numbers along time of each image and video of a record, where times are positions."""
+        clips, videos = self.index.clips_of(number), self._records.videos
+        if self.config.video != "positions" or not any(clips):
+            return {}
+        assert videos
+        return {self._records.image: tuple(videos.numbers(clip) if clip else () for clip in clips)}
 
     # ---- from the record ---------------------------------------------------------------------------------------------
 

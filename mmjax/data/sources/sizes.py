@@ -55,9 +55,11 @@ def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = T
         bounded = _bounded(size, config, spec)
         return [Step(size=bounded, crop=(0, 0, *bounded), at=(0, 0), canvas=_padded(bounded, spec.block))]
     if config.resize == "smart":
-        return [_stretched(_smart(size, config, spec.block))]
+        return [_stretched(smart_size(size, spec.block, config.min_pixels, config.max_pixels))]
     if config.resize == "naflex":
         return [_stretched(_naflex(size, spec.block, config.max_patches // spec.patches_per_token))]
+    if config.resize == "largest":
+        return [_stretched(_largest(size, config.max_patches, spec))]
     if config.resize == "fixed":
         return [_fitted(size, config)]
     if config.alone and not alone:
@@ -88,18 +90,21 @@ def _padded(size: Size, block: int) -> Size:
     return -(-size[0] // block) * block, -(-size[1] // block) * block
 
 
-def _smart(size: Size, config: SourceConfig, block: int) -> Size:
-    """The nearest multiples of `block`, scaled to the bounds on pixels (Qwen2-VL's smart_resize)."""
+def smart_size(size: Size, block: int, least: int, most: int) -> Size:
+    """The nearest multiples of `block`, scaled to `least` and `most` pixels; most 0 = any (Qwen2-VL's smart_resize).
+
+    Raises ValueError if a side is more than 200 times the other.
+    """
     height, width = size
     if max(size) > _MOST_ASPECT * min(size):
         raise ValueError(f"{width}x{height} pixels: one side is more than {_MOST_ASPECT} times the other")
     nearest = round(height / block) * block, round(width / block) * block
-    if config.max_pixels and nearest[0] * nearest[1] > config.max_pixels:
-        scale = sqrt(height * width / config.max_pixels)
+    if most and nearest[0] * nearest[1] > most:
+        scale = sqrt(height * width / most)
         down = (floor(side / scale / block) * block for side in size)
         nearest = max(block, next(down)), max(block, next(down))
-    elif nearest[0] * nearest[1] < config.min_pixels:
-        scale = sqrt(config.min_pixels / (height * width))
+    elif nearest[0] * nearest[1] < least:
+        scale = sqrt(least / (height * width))
         nearest = ceil(height * scale / block) * block, ceil(width * scale / block) * block
     return max(block, nearest[0]), max(block, nearest[1])
 
@@ -117,6 +122,19 @@ def _naflex(size: Size, block: int, most: int) -> Size:
         height, width = scaled(scale)
         low, high = (scale, high) if (height / block) * (width / block) <= most else (low, scale)
     return scaled(low)
+
+
+def _largest(size: Size, most: int, spec: EncoderSpec) -> Size:
+    """The size of `most` patches with the same aspect, its sides rounded down to whole tokens (Gemma 4's rule)."""
+    height, width = size
+    pixels = most * spec.patch**2
+    factor = sqrt(pixels / (height * width))
+    rows, columns = (floor(factor * side / spec.block) for side in size)
+    if not rows:
+        rows, columns = 1, min(width // height, most // spec.patches_per_token)
+    elif not columns:
+        rows, columns = min(height // width, most // spec.patches_per_token), 1
+    return rows * spec.block, columns * spec.block
 
 
 def _fitted(size: Size, config: SourceConfig) -> Step:

@@ -173,7 +173,7 @@ class RecordTokenizer:
         """`length` tokens without text: the placeholders of all media, and end tokens around them."""
         tokens = [self.tokenizer.eos]
         for name, counts in self._token_counts(images, recordings).items():
-            alike = (count.count * len(count.seconds) if isinstance(count, Timed) else count for count in counts)
+            alike = (count.count * count.patches if isinstance(count, Timed) else count for count in counts)
             tokens += [self.tokenizer.media_token(name)] * sum(alike)
         tokens += [self.tokenizer.eos] * (length - len(tokens))
         return EncodedDialogue(tokens=tokens, weights=[0.0] * length, prompt=length, lead="", tail="")
@@ -239,7 +239,8 @@ class RecordTokenizer:
         assert self.pictures and self.videos
         if not measure.clip:
             return self.pictures.tokens(measure)
-        return Timed(count=self.videos.spec.tokens(*measure.media[0]), seconds=self.videos.seconds(measure.clip))
+        count, seconds = self.videos.spec.tokens(*measure.media[0]), self.videos.seconds(measure.clip)
+        return Timed(count=count, patches=len(measure.media), seconds=seconds)
 
     def _bounded(self, record: Record) -> Record:
         """The record; under `Source.cut` without its last turns if its text is far too long to be encoded."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mmjax.configurable import require
-from mmjax.data.sources.clips import Clip, frame_size, padded, seconds_of, taken_frames
+from mmjax.data.sources.clips import Clip, frame_size, padded, seconds_of, taken_frames, time_numbers
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.frame_resizing import resize_frame
 from mmjax.data.sources.images import Measure
@@ -43,7 +43,7 @@ class Videos:
             fix = "name an encoder whose patches have 2 frames, or give frames as images"
             raise Unusable(f"it has a video, and {encoder} has patches of a single frame; {fix}")
         if not self.config.video:
-            fix = "set it to 'timestamps' if the model reads times between frames"
+            fix = "set it to 'timestamps' if the model reads times between frames, to 'positions' if they are positions"
             raise Unusable(f"it has a video, and Source.video='' takes none; {fix}")
 
     def measure(self, media: Media) -> Measure:
@@ -64,13 +64,17 @@ class Videos:
 
     def sizes(self, clip: Clip, size: Size) -> list[Size]:
         """The size of each temporal patch of a video. size: height and width of its frames."""
-        count = len(taken_frames(clip, self.config))
+        count = len(taken_frames(clip, self.config, self.spec.frames))
         resized = self._frame_size(count, size)
         return [resized] * -(-count // self.spec.frames)
 
     def seconds(self, clip: Clip) -> tuple[float, ...]:
-        """The time of each temporal patch of a video."""
-        return seconds_of(clip, self.config, self.spec.frames)
+        """The time of each temporal patch of a video as text has it; () where times are positions."""
+        return seconds_of(clip, self.config, self.spec.frames) if self.config.video == "timestamps" else ()
+
+    def numbers(self, clip: Clip) -> tuple[int, ...]:
+        """The number of each temporal patch of a video along time, from 0, where times are positions."""
+        return time_numbers(clip, self.config, self.spec.frames)
 
     def media(self, media: Media, measure: Measure) -> list[np.ndarray]:
         """The temporal patches of a video, float32 [h, w, frames * 3], with the sizes that `measure` has.
@@ -78,7 +82,7 @@ class Videos:
         Raises Unusable if it cannot be decoded, or is another video now.
         """
         assert measure.clip
-        numbers = taken_frames(measure.clip, self.config)
+        numbers = taken_frames(measure.clip, self.config, self.spec.frames)
         size = self._frame_size(len(numbers), measure.original)
         with open_video(media, self.config) as video:
             if video.size() != measure.original:

@@ -44,6 +44,10 @@ class Experts(nnx.Module):
         self.router = nnx.Param(
             nnx.initializers.lecun_normal()(rngs.params(), (width, router.experts)), dims=("embed", "router")
         )
+        if router.norm_eps is not None:
+            self.router_norm = nnx.Param(jnp.ones(width), dims=("embed",))
+        if router.scaled:
+            self.expert_scale = nnx.Param(jnp.ones(router.experts), dims=("router",), in_fp32=True)
         if router.has_bias:
             self.router_bias = nnx.Param(jnp.zeros(router.experts), dims=("router",), load_rate=router.bias_rate)
         self.gate = nnx.Param(init(rngs.params(), shape), dims=inner)
@@ -53,7 +57,14 @@ class Experts(nnx.Module):
 
 
 def apply_experts(
-    router: Router, p: Mapping[str, Any], context: Context, h_BTD: Float[Array, "B T D"], losses: Collection[str]
+    router: Router,
+    p: Mapping[str, Any],
+    context: Context,
+    h_BTD: Float[Array, "B T D"],
+    losses: Collection[str],
+    scored_BTD: Float[Array, "B T D"] | None = None,
+    *,
+    activation: str = "silu",
 ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
     """The weighted results of each token's experts, and the sum over the local tokens of each of ``losses``, by name.
 
@@ -62,13 +73,15 @@ def apply_experts(
 
     Args:
       router: settings of the router.
-      p: arrays or handles: "router", "gate", "up" and "down", maybe "router_bias".
+      p: arrays or handles: "router", "gate", "up" and "down", maybe "router_bias", "router_norm" and "expert_scale".
       context: its inputs have the "segments" of the local tokens.
       h_BTD: normed features of the local tokens.
       losses: names of ``router_sums``.
+      scored_BTD: features that the router reads; by default ``h_BTD``.
+      activation: a key of ``ACTIVATIONS``, of the experts' gates.
     """
     axes = context.axes
-    routing = route(router, p, h_BTD, context.inputs["segments"] > 0)
+    routing = route(router, p, h_BTD if scored_BTD is None else scored_BTD, context.inputs["segments"] > 0)
     sums = router_sums(router, routing, context, losses)
     experts_BTk, beyond = _computed(router, context, routing.experts_BTk)
     h_BTD, experts_BTk, weights_BTk = (
@@ -77,7 +90,7 @@ def apply_experts(
     )
     width = h_BTD.shape[-1]
     flat = (h_BTD.reshape(-1, width), *(x.reshape(-1, router.per_token) for x in (experts_BTk, weights_BTk)))
-    y_ND, dropped = _exchanged(router, p, axes, *flat)
+    y_ND, dropped = _exchanged(router, p, axes, *flat, activation=activation)
     if "router_dropped" in losses:
         # Ranks of tp send the same choices, or those of their own experts alone.
         repeated = 1 if axes.has_whole_experts else lax.axis_size(axes.tp)
@@ -103,13 +116,20 @@ def _computed(
 
 
 def _exchanged(
-    router: Router, p: Mapping[str, Any], axes: Axes, h_ND: Array, experts_Nk: Array, weights_Nk: Array
+    router: Router,
+    p: Mapping[str, Any],
+    axes: Axes,
+    h_ND: Array,
+    experts_Nk: Array,
+    weights_Nk: Array,
+    *,
+    activation: str,
 ) -> tuple[Float[Array, "N D"], Float[Array, ""]]:
     """The sum of each token's experts, with tp this rank's part of it; and the number of choices that were dropped."""
     experts = LocalExperts.of(axes, p["gate"].shape[0])
     same_tokens = tuple(axis for axis in axes.ep if axis not in axes.exchange)
     flat = jax_compat.tree_to_varying((h_ND, experts_Nk, weights_Nk), same_tokens)
-    compute, none = partial(expert_mlps, p), jnp.zeros(())
+    compute, none = partial(expert_mlps, p, activation=activation), jnp.zeros(())
     if not axes.exchange:
         return lax.psum(compute_local(compute, experts, *flat), same_tokens), none
     if axes.ep_way == "ring" or same_tokens:

@@ -14,6 +14,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,12 +34,15 @@ from mmjax.models.experts.dispatch import (
 )
 from mmjax.models.experts.grouped import grouped_products, ways
 from mmjax.models.handles import Adapted, Handle, fetched_after, opened
+from mmjax.models.layers import ACTIVATIONS
 from mmjax.models.recorded_work import record_product
 from mmjax.models.taps import GROUPED, Summed, Tapped, with_mark
 from mmjax.models.weight_gradients import summed
 
 
-def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[Array, "N D"]]:
+def expert_mlps(
+    p: Mapping[str, Any], parts: Sequence[TokenRows], *, activation: str = "silu"
+) -> list[Float[Array, "N D"]]:
     """The weighted sum of the results of each token's experts, for each part; with tp this rank's part of it.
 
     It is one use of each weight. Several parts are for weights of which ``reads_in_place`` is true.
@@ -47,16 +51,17 @@ def expert_mlps(p: Mapping[str, Any], parts: Sequence[TokenRows]) -> list[Float[
       p: arrays, handles, tapped or summed weights, or weights with an adapter, of the local experts: "gate", "up" and
         "down".
       parts: parts of the tokens.
+      activation: a key of ``ACTIVATIONS``, of the gates.
     """
     weights = [p[name] for name in ("gate", "up", "down")]
     if not reads_in_place(p):
-        return [_of_copied_rows(weights, part) for part in parts]
+        return [_of_copied_rows(activation, weights, part) for part in parts]
     for part in parts:
         for weight in weights:
             record_product(jax.ShapeDtypeStruct((part.rows.count, weight.shape[1]), weight.dtype), weight)
     if all(isinstance(weight, Summed) for weight in weights):
-        return _mlps(list(parts), [w.weight for w in weights], [w.total for w in weights])
-    return _mlps(list(parts), [with_mark(w, GROUPED) for w in weights], None)
+        return _mlps(activation, list(parts), [w.weight for w in weights], [w.total for w in weights])
+    return _mlps(activation, list(parts), [with_mark(w, GROUPED) for w in weights], None)
 
 
 def reads_in_place(p: Mapping[str, Any]) -> bool:
@@ -66,40 +71,46 @@ def reads_in_place(p: Mapping[str, Any]) -> bool:
     return not any(isinstance(p[name], Adapted | Tapped) for name in ("gate", "up", "down"))
 
 
-def _of_copied_rows(weights: Sequence[Any], part: TokenRows) -> Float[Array, "N D"]:
+def _of_copied_rows(activation: str, weights: Sequence[Any], part: TokenRows) -> Float[Array, "N D"]:
     dispatch = part.dispatch
     gate_MF, up_MF = grouped_products(send_rows(part.h_ND, dispatch), weights[:2], dispatch.sizes_E)
-    (y_MD,) = grouped_products(_inner(gate_MF, up_MF, part.weights_M), weights[2:], dispatch.sizes_E)
+    (y_MD,) = grouped_products(_inner(activation, gate_MF, up_MF, part.weights_M), weights[2:], dispatch.sizes_E)
     return add_rows(y_MD, dispatch)
 
 
-def _inner(gate_MF: Array, up_MF: Array, weights_M: Array) -> Float[Array, "M F"]:
+def _inner(activation: str, gate_MF: Array, up_MF: Array, weights_M: Array) -> Float[Array, "M F"]:
     """Hidden units times weights of rows, so that backward needs no results of the last product."""
-    return jax.nn.silu(gate_MF) * up_MF * weights_M.astype(gate_MF.dtype)[:, None]
+    return ACTIVATIONS[activation](gate_MF) * up_MF * weights_M.astype(gate_MF.dtype)[:, None]
 
 
-@jax.custom_vjp
-def _mlps(parts: list[TokenRows], weights: list[Any], totals: list[Array] | None) -> list[Array]:
-    return _forward(parts, weights, totals)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlps(activation: str, parts: list[TokenRows], weights: list[Any], totals: list[Array] | None) -> list[Array]:
+    return _forward(activation, parts, weights, totals)[0]
 
 
-def _results(part: TokenRows, weights: Sequence[Array]) -> tuple[Float[Array, "N D"], list[Float[Array, "M F"]]]:
+def _results(
+    activation: str, part: TokenRows, weights: Sequence[Array]
+) -> tuple[Float[Array, "N D"], list[Float[Array, "M F"]]]:
     """The results of tokens, and the hidden units of rows before the activation."""
     gate_EDF, up_EDF, down_EFD = weights
     sizes_E = part.dispatch.sizes_E
     products = ways().products(part.rows, [gate_EDF, up_EDF], sizes_E)
     gate_MF, up_MF = (checkpoint_name(y_MF, RESIDUAL_NAME) for y_MF in products)
-    (y_MD,) = ways().products(Rows(_inner(gate_MF, up_MF, part.weights_M)), [down_EFD], sizes_E)
+    (y_MD,) = ways().products(Rows(_inner(activation, gate_MF, up_MF, part.weights_M)), [down_EFD], sizes_E)
     return sum_of_choices(y_MD, part.dispatch), [gate_MF, up_MF]
 
 
-def _forward(parts: list[TokenRows], weights: list[Any], totals: list[Array] | None) -> tuple[list[Array], Any]:
+def _forward(
+    activation: str, parts: list[TokenRows], weights: list[Any], totals: list[Array] | None
+) -> tuple[list[Array], Any]:
     arrays = [opened(weight) for weight in weights]
-    results = [_results(part, arrays) for part in parts]
+    results = [_results(activation, part, arrays) for part in parts]
     return [y_ND for y_ND, _ in results], (parts, weights, totals, [hidden for _, hidden in results])
 
 
-def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[Any] | None, list[Array] | None]:
+def _backward(
+    activation: str, residuals: Any, dys: list[Array]
+) -> tuple[list[TokenRows], list[Any] | None, list[Array] | None]:
     parts, weights, totals, hidden = residuals
 
     def fetched(weights: list[Any]) -> list[Array]:
@@ -112,7 +123,7 @@ def _backward(residuals: Any, dys: list[Array]) -> tuple[list[TokenRows], list[A
     for part, hidden_units, dy_ND in zip(parts, hidden, dys, strict=True):
         sizes_E, dy = part.dispatch.sizes_E, Rows(dy_ND, part.dispatch.tokens_M)
         d_inner_MF = ways().input_gradient([dy], [down_EFD], sizes_E)
-        inner_MF, gradients = jax.vjp(_inner, *jax_compat.alike(*hidden_units, part.weights_M))
+        inner_MF, gradients = jax.vjp(partial(_inner, activation), *jax_compat.alike(*hidden_units, part.weights_M))
         *d_hidden, d_weights_M = gradients(jnp.asarray(d_inner_MF, inner_MF.dtype))
         d_hidden = [Rows(d) for d in d_hidden]
         dx_MD = ways().input_gradient(d_hidden, [gate_EDF, up_EDF], sizes_E)

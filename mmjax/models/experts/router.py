@@ -26,6 +26,7 @@ from mmjax.models.context import Context
 from mmjax.models.experts.sizes import sent_share
 from mmjax.models.handles import opened
 from mmjax.models.layers import linear
+from mmjax.models.norms import rms_norm
 from mmjax.models.taps import Value
 from mmjax.models.weight_gradients import summed
 
@@ -49,6 +50,9 @@ class Router:
         bias.
       capacity: the most choices of a sample that an expert computes, over their mean number under equal loads; 0 is no
         limit.
+      norm_eps: epsilon of the norm of the features that it reads; ``None`` for no norm. With one they are also divided
+        by the root of their width.
+      scaled: whether each expert has a learned factor of its weights.
       buffer: tokens and rows of an all-to-all's buffers over their mean numbers under equal loads; 0 stands for the
         worst case.
     """
@@ -63,6 +67,8 @@ class Router:
     bias_rate: float | None = None
     capacity: float = 0.0
     buffer: float = 0.0
+    norm_eps: float | None = None
+    scaled: bool = False
 
     def capacity_of(self, tokens: int) -> int:
         """The most choices that an expert computes of a sample with so many tokens, if there is a ``capacity``.
@@ -125,6 +131,8 @@ def route(router: Router, p: Mapping[str, Any], h_BTD: Float[Array, "B T D"], is
       h_BTD: normed features.
       is_token_BT: whether a position is a token and not padding.
     """
+    if router.norm_eps is not None:
+        h_BTD = rms_norm(h_BTD, p["router_norm"], router.norm_eps) * h_BTD.shape[-1] ** -0.5
     logits_BTE = linear(h_BTD, p["router"]).astype(jnp.float32)
     if router.scores == "softmax":
         scores_BTE = probabilities_BTE = jax.nn.softmax(logits_BTE)
@@ -140,6 +148,8 @@ def route(router: Router, p: Mapping[str, Any], h_BTD: Float[Array, "B T D"], is
     weights_BTk = jnp.take_along_axis(scores_BTE, experts_BTk, axis=-1)
     if router.normalised:
         weights_BTk /= jnp.sum(weights_BTk, axis=-1, keepdims=True) + 1e-20
+    if router.scaled:
+        weights_BTk *= opened(p["expert_scale"])[experts_BTk].astype(jnp.float32)
     weights_BTk = jnp.where(is_token_BT[..., None], weights_BTk * router.scale, 0)
     experts_BTk = jnp.where(is_token_BT[..., None], experts_BTk, router.experts)
     if router.has_bias:

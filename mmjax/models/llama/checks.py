@@ -7,41 +7,32 @@ from collections.abc import Mapping
 
 from mmjax.attention.language import Rules
 from mmjax.configurable import divides, one_of, positive, require
+from mmjax.mesh.layout import Layout, split_layers
+from mmjax.models.llama.runs import LayerKinds
 
 ROPE_TURNS: Mapping[str, tuple[float, float]] = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 """Default ``rope_turns`` of the scalings that read them."""
-ROPE_SCALINGS = ("none", "linear", *ROPE_TURNS)
+ROPE_SCALINGS = ("none", "linear", "proportional", *ROPE_TURNS)
 ROUTERS = ("softmax", "sigmoid")
 
 
-class DecoderChecks:
-    """Checks of settings of ``DecoderConfig``, whose fields these annotations repeat; each raises `ConfigError`."""
+class DecoderChecks(LayerKinds):
+    """Checks of settings of ``DecoderConfig``, whose fields annotations repeat; each raises `ConfigError`."""
 
-    layers: int
     heads: int
-    kv_heads: int
-    head_dim: int
+    kv_rank: int
+    rotated_pairs: int
     activation: str
     mask: str
-    window: int
-    chunk: int
-    full_layers: int
-    full_every: int
     rope_theta: float
-    local_rope_theta: float
-    nope_every: int
-    rope_share: float
-    rope_scaling: str
     rope_factor: float
     rope_context: int
     rope_turns: tuple[float, ...]
     rope_sections: tuple[int, ...]
     rope_interleaved: bool
-    experts: int
     experts_per_token: int
     shared_experts: int
     shared_gate: bool
-    dense_layers: int
     router: str
     router_groups: int
     router_group_limit: int
@@ -77,6 +68,8 @@ class DecoderChecks:
         turns, fix = self.rope_turns, "must be two numbers above 0, the smaller first, such as (1.0, 4.0)"
         ascending = len(turns) == 2 and 0 < turns[0] < turns[1] < math.inf
         require(not turns or ascending, "Decoder.rope_turns", turns, fix)
+        fix = "is the share of a head's pairs that rotate, and none would; use more, such as 0.25"
+        require(self.rotated_pairs > 0, "Decoder.rope_share", self.rope_share, fix)
         sections = self.rope_sections
         fix = f"must be three numbers, 0 or more, that sum to the pairs of a head, {pairs}; or ()"
         legal = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs
@@ -96,12 +89,45 @@ class DecoderChecks:
         require(self.kv_heads == self.heads, "Decoder.kv_heads", self.kv_heads, fix)
         fix = "latent attention has Decoder.nope_head_dim and rope_head_dim; set it to 0"
         require(self.head_dim == 0, "Decoder.head_dim", self.head_dim, fix)
-        for name in ("qkv_bias", "o_bias", "qk_norm", "attention_gate"):
+        for name in ("qkv_bias", "o_bias", "qk_norm", "v_norm", "keys_as_values", "attention_gate"):
             value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has none; set it to False"
             require(not value, f"Decoder.{name}", value, fix)
         require(self.nope_every == 0, "Decoder.nope_every", self.nope_every, "latent attention has none; set it to 0")
         fix = "latent attention has a rotated part of its own, Decoder.rope_head_dim; set it to 1.0"
         require(self.rope_share == 1, "Decoder.rope_share", self.rope_share, fix)
+        fix = "latent attention has a rotated part of its own; use 'linear', 'yarn' or 'none'"
+        require(self.rope_scaling != "proportional", "Decoder.rope_scaling", self.rope_scaling, fix)
+
+    def _check_global(self) -> None:
+        """Requires that layers without the window and chunks can have other heads."""
+        for name in ("global_head_dim", "global_kv_heads"):
+            value, fix = getattr(self, name), "latent attention (Decoder.kv_rank) has heads of one kind; set it to 0"
+            require(not (value and self.kv_rank), f"Decoder.{name}", value, fix)
+        value = self.global_head_dim
+        require(value % 2 == 0, "Decoder.global_head_dim", value, "must be even, such as 16")
+        fix = "Decoder.rope_sections are pairs of heads of one width; set one of both"
+        require(not (value and self.rope_sections), "Decoder.global_head_dim", value, fix)
+        if self.global_kv_heads:
+            divides("Decoder.global_kv_heads", self.global_kv_heads, self.heads, "Decoder.heads")
+
+    def _check_sharing(self, count_name: str, layers_name: str, layout: Layout) -> None:
+        """Requires that layers without keys of their own lie in one stage with those whose keys they read.
+
+        ``count_name`` and ``layers_name`` are the names of ``kv_shared_layers`` and of ``Layout.layers`` in messages.
+        """
+        count, layers, sources = self.kv_shared_layers, self.layers, self.key_sources
+        fix = f"the first layers have the keys that these read, and there are {layers} layers; use {layers - 1} or less"
+        require(count < layers, count_name, count, fix)
+        kinds = {self.is_local(at) for at in range(layers - count, layers)}
+        fix = "layers with a window and layers without need one before them with keys of their own; use fewer"
+        require(len(sources) == len(kinds), count_name, count, fix)
+        first, runs = sources[0], layout.runs(layers)
+        cuts = [run.start for run in runs if run.start > first]
+        before = split_layers(first, layout.stages - 1) if first >= layout.stages - 1 > 0 else ()
+        example = (*map(len, before), layers - first)
+        fix = f"layers from {first} on share keys and values ({count_name}={count}), and a stage begins at layer "
+        fix += f"{cuts[0] if cuts else 0}; use " + (f"{example}" if before else f"at most {first + 1} stages")
+        require(not cuts, layers_name, tuple(map(len, runs)), fix)
 
     def _check_experts(self) -> None:
         """Requires that settings of router and experts fit one another."""
@@ -118,7 +144,5 @@ class DecoderChecks:
         most = self.experts // self.router_groups * self.router_group_limit
         fix = f"a token can choose among {most} experts; use {most} or less"
         require(self.experts_per_token <= most, "Decoder.experts_per_token", self.experts_per_token, fix)
-        fix = "experts have 'silu' alone; set it, or Decoder.experts to 0"
-        require(self.activation == "silu", "Decoder.activation", self.activation, fix)
         fix = "is of shared experts, and Decoder.shared_experts is 0; set it to False"
         require(self.shared_experts > 0 or not self.shared_gate, "Decoder.shared_gate", self.shared_gate, fix)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from mmjax.attention.language import Rules
 from mmjax.attention.settings import check_backend
@@ -16,12 +15,14 @@ from mmjax.models.choices import ACTIVATIONS, REMATS
 from mmjax.models.delta.config import DELTA_SETTINGS, DeltaSizes
 from mmjax.models.llama.checks import ROPE_TURNS, DecoderChecks
 from mmjax.models.llama.presets import PRESETS
+from mmjax.models.llama.runs import PROPORTIONAL, LayerRun
 from mmjax.models.settings import ModuleSettings
 
 EXPERT_SETTINGS = (
     *("experts_per_token", "expert_mlp", "shared_experts", "shared_gate", "dense_layers", "balance_loss"),
     *("router", "router_normalised", "router_scale", "router_groups", "router_group_limit", "router_bias"),
     *("router_bias_rate", "router_z_loss", "expert_capacity", "expert_buffer"),
+    *("mlp_beside_experts", "router_norm", "expert_scale"),
 )
 """Settings that have no effect without experts."""
 _NOT_NEGATIVE = (
@@ -29,28 +30,11 @@ _NOT_NEGATIVE = (
     *("router_bias_rate", "router_z_loss", "kv_rank", "q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim"),
     *("rope_mscale", "rope_mscale_all", "delta_heads", "delta_value_heads", "local_rope_theta", "score_width"),
     *("score_cap", "logit_cap", "vocab", "head_dim", "window", "chunk", "full_layers", "full_every", "rope_context"),
-    *("z_loss", "nope_every"),
+    *("z_loss", "nope_every", "global_head_dim", "global_kv_heads", "kv_shared_layers", "kv_shared_mlp"),
+    "per_layer_width",
 )
 LATENT_SETTINGS = ("q_rank", "nope_head_dim", "rope_head_dim", "v_head_dim", "rope_mscale", "rope_mscale_all")
 """Settings that have no effect without ``kv_rank``."""
-
-
-class LayerRun(NamedTuple):
-    """A run of equal layers.
-
-    Attributes:
-      count: the number of layers.
-      is_local: whether they have the window and chunks.
-      has_experts: whether they have experts in place of an mlp.
-      is_delta: whether they have the delta rule in place of attention.
-      rotates: whether they rotate queries and keys.
-    """
-
-    count: int
-    is_local: bool
-    has_experts: bool
-    is_delta: bool
-    rotates: bool
 
 
 @configurable("Decoder")
@@ -62,6 +46,17 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       preset: the preset whose values are the defaults.
       layers, width, heads, kv_heads, mlp: depth, model width, query heads, key/value heads, hidden units.
       head_dim: width of one head; 0 means width / heads.
+      global_head_dim, global_kv_heads: width of one head, and key/value heads, of layers without the window and chunks;
+        0 means as in other layers (Gemma 4).
+      kv_shared_layers: number of last layers without keys and values of their own: they read those of the last layer
+        before them of their kind, with or without the window (Gemma 4 E2B). A pipeline stage with one of them has these
+        layers too.
+      kv_shared_mlp: hidden units of the mlp of these layers; 0 means as in other layers.
+      per_layer_width: width of what each layer reads beside its input: a token's row of a table of this layer's, and a
+        normed product of the embeddings. A layer multiplies it by a gate, and adds the normed product (Gemma 4 E2B and
+        E4B). Such a model is not cut into stages. 0 is none.
+      per_layer_media: the token whose rows of these tables images and recordings have, and which are not trained, as of
+        padding in ``transformers``; -1 is none, and they have zeros.
       vocab: vocabulary size; 0 means the tokenizer's.
       kv_rank: with a number above 0 attention is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", §2.1): a
         token's keys and values are products of a normed latent of this width, and each head has a key of its own
@@ -72,10 +67,18 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       v_head_dim: width of a head's values; 0 means ``nope_head_dim``.
       qkv_bias, o_bias, mlp_bias: queries, keys and values, the attention's output, and the mlp have biases.
       qk_norm: whether queries and keys have a norm for each head, before rotary embedding (Qwen3).
+      qk_norm_whole: whether that norm is one of all heads together, of queries and of keys (OLMo 2).
+      v_norm: whether values have a norm for each head, without a weight (Gemma 4).
+      keys_as_values: whether layers without the window and chunks have no product for values, which are keys in front
+        of their norm and rotation (Gemma 4).
       norm_plus_one: whether norms multiply by 1 + their weight, which is initially 0; the gated norm of delta layers
         does not (Qwen3.5, Gemma).
+      pre_norms: whether the inputs of attention, or of the delta rule, and of the mlp are normed; without them
+        ``post_norms`` are the only norms of a layer (OLMo 2).
       post_norms: whether the results of attention, or of the delta rule, and of the mlp have a norm each before they
-        are added to the layer's input (Gemma 2 and 3).
+        are added to the layer's input (Gemma 2, 3 and 4).
+      layer_scalar: whether a layer's output is multiplied by a number of its own, which training does not change
+        (Gemma 4).
       activation: activation of the mlp's gate: ``silu``, ``gelu`` (tanh, Gemma), ``gelu_exact`` or ``quick_gelu``.
       scaled_embed: whether embeddings of tokens, not those of media, are multiplied by the root of ``width``, rounded
         to the run's dtype (Gemma).
@@ -99,6 +102,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
       full_layers: number of first layers without window and chunks (Qwen2).
       full_every: the last of each run of so many layers has no window and no chunks, such as 6 for five local layers
         and a global one (Gemma 3).
+      full_causal: whether layers without the window and chunks are causal, whatever ``mask`` shows (Gemma 4).
       rope_theta: base of the rotary frequencies.
       local_rope_theta: base of the frequencies of layers with the window or chunks, which ``rope_scaling`` does not
         change then; 0 means as in other layers (Gemma 3).
@@ -106,7 +110,9 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         none.
       rope_share: share of a head's components that are rotated, the first ones (Qwen3.5: 0.25).
       rope_scaling: change of frequencies for longer contexts: ``none``, ``linear`` (all are divided), ``llama3`` (Llama
-        3.1) or ``yarn`` (Peng et al., "YaRN"), which divide low frequencies and keep high ones.
+        3.1) or ``yarn`` (Peng et al., "YaRN"), which divide low frequencies and keep high ones. ``proportional``
+        divides all, and ``rope_share`` is the share of a whole head's pairs that rotate, those of high frequencies; in
+        layers with ``local_rope_theta`` all do (Gemma 4).
       rope_factor: divisor of the frequencies.
       rope_context: context length before scaling, in tokens, for ``llama3`` and ``yarn``.
       rope_turns: ``llama3`` and ``yarn`` divide frequencies with fewer turns in that context than the first number,
@@ -131,6 +137,11 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         units (DeepSeek, Qwen2-MoE).
       shared_gate: whether the result of shared experts is multiplied by a sigmoid of each token (Qwen2-MoE).
       dense_layers: number of first layers with an mlp in place of experts (DeepSeek).
+      mlp_beside_experts: whether layers with experts have the mlp too, and add both results; each has a norm then, and
+        so have the features that experts read (Gemma 4).
+      router_norm: whether the router reads the layer's features with a norm of its own, over the root of ``width``
+        (Gemma 4).
+      expert_scale: whether each expert's result is multiplied by a number that is learned (Gemma 4).
       expert_capacity: the most choices of a sample that an expert computes, over their mean number under equal loads,
         such as 1.25 (Lepikhin et al., "GShard"): first choices of all tokens come before second ones, each in the order
         of tokens; others are dropped and counted in "router_dropped". 0 drops none, as generated text does.
@@ -161,9 +172,17 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
-    divided_by_tp: ClassVar[tuple[str, ...]] = ("heads", "kv_heads", "mlp", "width", "delta_heads")
+    divided_by_tp: ClassVar[tuple[str, ...]] = (
+        "heads",
+        "kv_heads",
+        "global_kv_heads",
+        "mlp",
+        "kv_shared_mlp",
+        "width",
+        "delta_heads",
+    )
     divided_by_expert_tp: ClassVar[tuple[str, ...]] = ("expert_mlp",)
-    replicable: ClassVar[tuple[str, ...]] = ("kv_heads",)
+    replicable: ClassVar[tuple[str, ...]] = ("kv_heads", "global_kv_heads")
 
     preset: str = "tiny"
     layers: int = 4
@@ -171,6 +190,12 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 0
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
+    kv_shared_layers: int = 0
+    kv_shared_mlp: int = 0
+    per_layer_width: int = 0
+    per_layer_media: int = -1
     kv_rank: int = 0
     q_rank: int = 0
     nope_head_dim: int = 0
@@ -182,8 +207,13 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
     norm_plus_one: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    layer_scalar: bool = False
     activation: str = "silu"
     scaled_embed: bool = False
     score_width: float = 0.0
@@ -201,6 +231,7 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     chunk: int = 0
     full_layers: int = 0
     full_every: int = 0
+    full_causal: bool = False
     rope_theta: float = 10000.0
     local_rope_theta: float = 0.0
     nope_every: int = 0
@@ -221,6 +252,9 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
     shared_experts: int = 0
     shared_gate: bool = False
     dense_layers: int = 0
+    mlp_beside_experts: bool = False
+    router_norm: bool = False
+    expert_scale: bool = False
     expert_capacity: float = 0.0
     expert_buffer: float = 0.0
     router: str = "softmax"
@@ -241,6 +275,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             positive(f"Decoder.{name}", getattr(self, name))
         for name in _NOT_NEGATIVE:
             not_negative(f"Decoder.{name}", getattr(self, name))
+        fix = "must be the number of a token, or -1 for none"
+        require(self.per_layer_media >= -1, "Decoder.per_layer_media", self.per_layer_media, fix)
         divides("Decoder.kv_heads", self.kv_heads, self.heads, "Decoder.heads")
         if self.kv_rank:
             self._check_latent()
@@ -254,7 +290,12 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         kind = Rules.parse(self.mask, "Decoder.mask").kind
         sizes = {"value_width": self.value_width, "soft_cap": self.score_cap}
         check_backend("Decoder", self.attention, self.head_width, self.chunk, kind, **sizes)
+        if self.global_head_dim or self.global_kv_heads:
+            self._check_global()
+            width = self.global_head_dim or self.head_width
+            check_backend("Decoder", self.attention, width, 0, kind, soft_cap=self.score_cap)
         one_of("Decoder.remat", self.remat, REMATS)
+        require(self.pre_norms or self.post_norms, "Decoder.pre_norms", value=False, fix="set Decoder.post_norms too")
         one_of("Decoder.activation", self.activation, ACTIVATIONS)
         self._check_window()
         self._check_rope(self.rotary_width // 2)
@@ -271,6 +312,11 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         fix = f"delta layers ({setting_name(name, self, 'delta_heads')}) go from token to token; set it to 'contiguous'"
         is_in_order = layout.cp == 1 or layout.cp_tokens == "contiguous"
         require(is_in_order or not self.needs_order, f"{name}/Layout.cp_tokens", layout.cp_tokens, fix)
+        field, width = setting_name(name, self, "per_layer_width"), self.per_layer_width
+        fix = f"each layer reads the embeddings ({field}={width}), which are in the first stage alone; use one stage"
+        require(layout.stages == 1 or not width, f"{name}/Layout.pp", layout.pp, fix)
+        if self.kv_shared_layers:
+            self._check_sharing(setting_name(name, self, "kv_shared_layers"), f"{name}/Layout.layers", layout)
 
     def check_media(self, name: str, media: Sequence[str]) -> None:
         """Raises `ConfigError` if `mask` names other media than those of the modules `media`."""
@@ -297,8 +343,15 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             reasons |= dict.fromkeys(("rope_context", "rope_turns"), reason)
         if not self.rope_sections:
             reasons["rope_interleaved"] = "Decoder.rope_sections=(): there is one number for all pairs"
+        if not self.qk_norm:
+            reasons["qk_norm_whole"] = "Decoder.qk_norm=False: queries and keys have no norm"
         if not (self.window or self.chunk):
-            reasons["local_rope_theta"] = "Decoder.window=0: no layer has a window or chunks"
+            names = ("local_rope_theta", "global_head_dim", "global_kv_heads", "full_causal")
+            reasons |= dict.fromkeys(names, "Decoder.window=0: no layer has a window or chunks")
+        elif self.mask == "causal":
+            reasons["full_causal"] = "Decoder.mask='causal' shows no later tokens"
+        if not self.per_layer_width:
+            reasons["per_layer_media"] = "Decoder.per_layer_width=0: there are no such tables"
         if not self.kv_rank:
             reasons |= dict.fromkeys(LATENT_SETTINGS, "Decoder.kv_rank=0: there is no latent attention")
         elif self.rope_scaling != "yarn":
@@ -306,6 +359,8 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             reasons |= dict.fromkeys(("rope_mscale", "rope_mscale_all"), reason)
         if not self.delta_heads:
             reasons |= dict.fromkeys(DELTA_SETTINGS, "Decoder.delta_heads=0: there are no delta layers")
+        if not self.kv_shared_layers:
+            reasons["kv_shared_mlp"] = "Decoder.kv_shared_layers=0: all layers have keys and values of their own"
         if not self.experts:
             reasons |= dict.fromkeys(EXPERT_SETTINGS, "Decoder.experts=0: there are no experts")
         elif not self.router_bias:
@@ -328,32 +383,15 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         cycles = ((pair // 3, pair % 3) for pair in range(sum(sections)))
         return tuple(axis if cycle < sections[axis] else 0 for cycle, axis in cycles)
 
-    @property
-    def runs(self) -> tuple[LayerRun, ...]:
-        """Runs of equal layers."""
-        kinds = (
-            (self._is_local(at), self.has_experts(at), self.has_delta(at), self.rotates(at))
-            for at in range(self.layers)
-        )
-        return tuple(LayerRun(len([*run]), *kind) for kind, run in groupby(kinds))
-
     def of_run(self, run: LayerRun) -> DecoderConfig:
         """The settings by which the layers of a run compute."""
-        if not run.rotates:
-            return replace(self, nope_every=1)
-        if not (run.is_local and self.local_rope_theta):
-            return self
-        return replace(
-            self, rope_theta=self.local_rope_theta, local_rope_theta=0.0, rope_scaling="none", rope_factor=1.0
-        )
+        changes = self._shape_of(run) | self._rope_of(run)
+        return replace(self, **changes) if changes else self
 
-    def rotates(self, layer: int) -> bool:
-        """Whether a layer, by its index from 0, rotates queries and keys."""
-        return not self.nope_every or (layer + 1) % self.nope_every != 0 or self.has_delta(layer)
-
-    def has_delta(self, layer: int) -> bool:
-        """Whether a layer, by its index from 0, has the delta rule in place of attention."""
-        return self.delta_heads > 0 and (layer + 1) % self.attention_every != 0
+    def shaped(self, run: LayerRun) -> DecoderConfig:
+        """The settings by which the parameters of a run's layers are made."""
+        changes = self._shape_of(run)
+        return replace(self, **changes) if changes else self
 
     @property
     def delta(self) -> DeltaSizes:
@@ -369,15 +407,6 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
             eps=self.norm_eps,
         )
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer, by its index from 0, has experts in place of an mlp."""
-        return self.experts > 0 and layer >= self.dense_layers
-
-    @property
-    def expert_layers(self) -> int:
-        """The number of layers with experts."""
-        return self.layers - self.dense_layers if self.experts else 0
-
     @property
     def expert_width(self) -> int:
         """Hidden units of one expert."""
@@ -388,15 +417,26 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
         """Hidden units of all shared experts."""
         return self.shared_experts * self.expert_width
 
-    def _is_local(self, layer: int) -> bool:
-        """Whether a layer has the window and chunks; False if the model has neither."""
-        full = layer < self.full_layers or (self.full_every > 0 and (layer + 1) % self.full_every == 0)
-        return bool(self.window or self.chunk) and not full and not self.has_delta(layer)
+    @property
+    def reads_keys(self) -> bool:
+        """Whether layers with these settings, those of a run, read the keys and values of another layer."""
+        return self.kv_shared_layers >= self.layers
+
+    @property
+    def has_values(self) -> bool:
+        """Whether layers with these settings, those of a run, have a product for values."""
+        return not (self.keys_as_values or self.reads_keys)
 
     @property
     def needs_order(self) -> bool:
         """Whether there are delta layers, whose states go from token to token."""
         return self.delta_heads > 0
+
+    @property
+    def uncut_setting(self) -> str:
+        """``per_layer_width`` or ``kv_shared_layers``, if it is set; see `ModuleSettings`."""
+        names = ("per_layer_width", "kv_shared_layers")
+        return next((name for name in names if getattr(self, name)), "")
 
     @property
     def grid_setting(self) -> str:
@@ -412,8 +452,16 @@ class DecoderConfig(DecoderChecks, ModuleSettings):
 
     @property
     def rotary_width(self) -> int:
-        """Width of the part of one head that is rotated."""
-        return self.rope_head_dim if self.kv_rank else int(self.rope_share * self.head_width)
+        """Width of the part of one head that has frequencies."""
+        if self.kv_rank:
+            return self.rope_head_dim
+        return self.head_width if self.rope_scaling == PROPORTIONAL else int(self.rope_share * self.head_width)
+
+    @property
+    def rotated_pairs(self) -> int:
+        """The number of pairs of components whose frequency is not 0, of a head of layers without the window."""
+        width = self.global_head_dim or self.rotary_width
+        return int(self.rope_share * width / 2) if self.rope_scaling == PROPORTIONAL else width // 2
 
     @property
     def value_width(self) -> int:

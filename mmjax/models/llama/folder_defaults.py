@@ -1,4 +1,4 @@
-"""Model types of language models that are read, and what transformers takes for keys that ``config.json`` lacks.
+"""Model types of language models that are read, and the values of ``transformers`` for missing keys.
 
 Imports no JAX.
 """
@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
+from mmjax.models.llama import (
+    deepseek_weights,
+    expert_weights,
+    gemma4_weights,
+    gemma_weights,
+    olmo_weights,
+    phi3_weights,
+    qwen35_weights,
+    smollm3_weights,
+)
 from mmjax.models.llama.smollm3_weights import SMOLLM3
 
 Json = Mapping[str, Any]
@@ -73,7 +82,12 @@ _WITH_EXPERTS = {
     "qwen3_moe": _QWEN2
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
 }
-_OTHERS: Mapping[str, Json] = {**deepseek_weights.DEFAULTS, **qwen35_weights.DEFAULTS, **gemma_weights.DEFAULTS}
+_OTHERS: Mapping[str, Json] = {
+    **{**deepseek_weights.DEFAULTS, **qwen35_weights.DEFAULTS},
+    **{**gemma_weights.DEFAULTS, **gemma4_weights.DEFAULTS},
+    **olmo_weights.DEFAULTS,
+    phi3_weights.PHI3: phi3_weights.DEFAULTS,
+}
 ALONE = ("llama", "mistral", "qwen2", "qwen3", SMOLLM3, *_WITH_EXPERTS, *_OTHERS)
 """Model types of folders of a language model alone."""
 QWEN3_MROPE = ("qwen3_vl", "qwen3_vl_text", *expert_weights.QWEN3_VL)

@@ -39,15 +39,17 @@ NORMS = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 """Keys of a layer's norms behind the first, by leaf, of layers with four norms."""
+POST_NORMS = ("attn_post_norm", "mlp_post_norm")
+"""Of them those behind attention and mlp."""
 MASKS = {"gemma3": "gemma3", "paligemma": "paligemma"}
 """``Decoder.mask`` by the model type of a composite model."""
 _THETA, _LOCAL_THETA = 1000000.0, 10000.0
 _KINDS = ("sliding_attention", "full_attention")
 
 
-def norm_rows() -> Iterator[Row]:
-    """Yields the rows of the norms behind a layer's first."""
-    for leaf, key in NORMS.items():
+def norm_rows(c: DecoderConfig) -> Iterator[Row]:
+    """Yields the rows of the norms behind a layer's first, of layers with norms behind attention and mlp."""
+    for leaf, key in NORMS.items() if c.pre_norms else ((leaf, NORMS[leaf]) for leaf in POST_NORMS):
         yield Row(f"layers/{{}}/{leaf}", (f"model.layers.{{}}.{key}.weight",))
 
 
@@ -66,7 +68,7 @@ def layer_settings(kind: str, t: Json) -> dict[str, Any]:
     is_legal = not bidirectional or composite.get("model_type") == "paligemma"
     require(is_legal, "config.json: use_bidirectional_attention", bidirectional, fix)
     scalar, head_dim = float(t["query_pre_attn_scalar"]), t["head_dim"]
-    window = _window(t)
+    window = windows(t)
     values = {
         "norm_plus_one": True,
         "post_norms": True,
@@ -80,12 +82,18 @@ def layer_settings(kind: str, t: Json) -> dict[str, Any]:
         **window,
     }
     if kind == GEMMA3:
-        values["local_rope_theta"] = _local_theta(t) if window["window"] else 0.0
+        values["local_rope_theta"] = (
+            local_theta(t, t.get("rope_local_base_freq") or _LOCAL_THETA) if window["window"] else 0.0
+        )
     return values
 
 
-def _window(t: Json) -> dict[str, int]:
-    """``window``, and ``full_every``: every so many layers one has none."""
+def windows(t: Json) -> dict[str, int]:
+    """``window``, and ``full_every``: every so many layers one has none; from a ``config.json`` without missing keys.
+
+    Raises:
+      ConfigError: layers without a window are at other places, or a window is shorter than an image.
+    """
     layers, window, every = t["num_hidden_layers"], t["sliding_window"] or 0, t["sliding_window_pattern"]
     if kinds := list(t["layer_types"] or ()):
         every = kinds.index(_KINDS[1]) + 1 if _KINDS[1] in kinds else 0
@@ -114,28 +122,36 @@ def with_rope(t: Json) -> Json:
     return {**t, "rope_parameters": rope, "rope_scaling": None}
 
 
-def _local_theta(t: Json) -> float:
-    """The base of layers with a window, whose frequencies nothing scales."""
+def local_theta(t: Json, default: float) -> float:
+    """The base of layers with a window, by default ``default``.
+
+    Raises:
+      ConfigError: something scales their frequencies.
+    """
     rope = (t.get("rope_parameters") or {}).get(_KINDS[0]) or {}
     kind = rope.get("rope_type", "default")
     require(kind == "default", "config.json: rope_type of sliding_attention", kind, "mmjax has 'default' alone")
-    return float(rope.get("rope_theta") or t.get("rope_local_base_freq") or _LOCAL_THETA)
+    return float(rope.get("rope_theta") or default)
 
 
 def config_entries(c: DecoderConfig, kind: str) -> dict[str, Any]:
     """The entries of a ``config.json`` of this ``model_type`` beside those of other models, and its architecture."""
     hf_name = next(name for name, activation in ACTIVATION_OF.items() if activation == c.activation)
-    window = c.window or DEFAULTS[kind]["sliding_window"]
     return {
         "architectures": [f"{'Gemma2' if kind == 'gemma2' else 'Gemma3'}ForCausalLM"],
         "hidden_activation": hf_name,
         "attention_bias": c.o_bias,
         "query_pre_attn_scalar": round(c.score_width) or c.head_width,
-        "sliding_window": window,
-        "layer_types": _layer_types(c.layers, c.full_every if c.window else 1),
         "attn_logit_softcapping": c.score_cap or None,
         "final_logit_softcapping": c.logit_cap or None,
+        **window_entries(c, DEFAULTS[kind]["sliding_window"]),
     }
+
+
+def window_entries(c: DecoderConfig, default: int) -> dict[str, Any]:
+    """The entries on layers with a window; of a model without them with the window ``default``."""
+    every = c.full_every if c.window else 1
+    return {"sliding_window": c.window or default, "layer_types": _layer_types(c.layers, every)}
 
 
 def rope_entries(c: DecoderConfig, rope: Json) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from mmjax.models.layers import (
     saved,
     split_heads,
 )
-from mmjax.models.llama import rope
+from mmjax.models.llama import per_layer, rope
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.latent import LatentAttention, latent_heads
+from mmjax.models.llama.norms import first_scale, normed
 from mmjax.models.module import Block, Loss
-from mmjax.models.norms import rms_norm
+from mmjax.models.norms import rms_norm, scaled_by_constant, unscaled_rms_norm
 from mmjax.models.parameters import Part
 from mmjax.models.sequence_parallel import TokenParts
 from mmjax.models.taps import Computed, divisible
@@ -47,18 +48,27 @@ class _Attention(nnx.Module):
         init, heads, kv = nnx.initializers.lecun_normal(), c.heads * c.head_width, c.kv_heads * c.head_width
         queries = heads * (2 if c.attention_gate else 1)
         self.q = nnx.Param(init(rngs.params(), (c.width, queries)), dims=("embed", "heads"))
-        self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
-        self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        if not c.reads_keys:
+            self.k = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
+        if c.has_values:
+            self.v = nnx.Param(init(rngs.params(), (c.width, kv)), dims=("embed", "kv_heads"), kv_heads=c.kv_heads)
         self.o = nnx.Param(residual_init(c.layers)(rngs.params(), (heads, c.width)), dims=("heads", "embed"))
         if c.qkv_bias:
             self.q_bias = nnx.Param(jnp.zeros(queries), dims=("heads",))
-            self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
-            self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if not c.reads_keys:
+                self.k_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
+            if c.has_values:
+                self.v_bias = nnx.Param(jnp.zeros(kv), dims=("kv_heads",), kv_heads=c.kv_heads)
         if c.o_bias:
             self.o_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
-        if c.qk_norm:
-            self.q_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
-            self.k_norm = nnx.Param(_first_scale(c, c.head_width), dims=("head",))
+        if c.qk_norm and not c.qk_norm_whole:
+            self.q_norm = nnx.Param(first_scale(c, c.head_width), dims=("head",))
+            if not c.reads_keys:
+                self.k_norm = nnx.Param(first_scale(c, c.head_width), dims=("head",))
+        if c.qk_norm and c.qk_norm_whole:
+            self.q_norm = nnx.Param(first_scale(c, heads), dims=("heads",))
+            if not c.reads_keys:
+                self.k_norm = nnx.Param(first_scale(c, kv), dims=("kv_heads",), kv_heads=c.kv_heads)
 
 
 class _Mlp(nnx.Module):
@@ -71,11 +81,6 @@ class _Mlp(nnx.Module):
             self.gate_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
             self.up_bias = nnx.Param(jnp.zeros(hidden), dims=("mlp",))
             self.down_bias = nnx.Param(jnp.zeros(c.width), dims=("embed",))
-
-
-def _first_scale(c: DecoderConfig, width: int) -> Array:
-    """The initial weight of a norm."""
-    return jnp.zeros(width) if c.norm_plus_one else jnp.ones(width)
 
 
 Mixing = Literal["attn", "delta"]
@@ -91,14 +96,24 @@ def _mixing(c: DecoderConfig, name: Mixing, rngs: nnx.Rngs) -> nnx.Module:
 def _norms_and_mixing(layer: nnx.Module, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs) -> None:
     """Gives a layer its norms, and attention or the delta rule."""
     setattr(layer, mixing, _mixing(c, mixing, rngs))
-    for name in ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
-        setattr(layer, name, nnx.Param(_first_scale(c, c.width), dims=("embed",)))
+    before = ("attn_norm", "mlp_norm") if c.pre_norms else ()
+    for name in (*before, *(("attn_post_norm", "mlp_post_norm") if c.post_norms else ())):
+        setattr(layer, name, nnx.Param(first_scale(c, c.width), dims=("embed",)))
+    further: dict[str, nnx.Module | nnx.Param[Array]] = {}
+    if c.per_layer_width:
+        further["per_layer"] = per_layer.Products(c, rngs)
+        further["per_layer_norm"] = nnx.Param(first_scale(c, c.width), dims=("embed",))
+    if c.layer_scalar:
+        further["layer_scalar"] = nnx.Param(jnp.ones(1), dims=("scalar",))
+    for name, value in further.items():
+        setattr(layer, name, value)
 
 
 class DecoderLayer(nnx.Module):
-    """Parameters of one pre-norm block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
+    """Parameters of one block: "attn_norm", "attn" or "delta", "mlp_norm" and "mlp".
 
-    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm".
+    With ``Decoder.post_norms`` also "attn_post_norm" and "mlp_post_norm", with ``Decoder.layer_scalar`` that too;
+    without ``Decoder.pre_norms`` no "attn_norm" and no "mlp_norm".
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
@@ -107,14 +122,20 @@ class DecoderLayer(nnx.Module):
 
 
 class ExpertLayer(nnx.Module):
-    """Parameters of one pre-norm block with "experts" in place of the mlp.
+    """Parameters of one block with "experts" in place of the mlp.
 
-    With shared experts it has "shared" too, and "shared_gate" if their result has a gate.
+    With shared experts it has "shared" too, and "shared_gate" if their result has a gate; with
+    ``Decoder.mlp_beside_experts`` it has "mlp", and the norms "mlp_branch_norm", "experts_norm" and
+    "experts_post_norm".
     """
 
     def __init__(self, c: DecoderConfig, mixing: Mixing, rngs: nnx.Rngs):
         _norms_and_mixing(self, c, mixing, rngs)
         self.experts = Experts(router_of(c), c.width, c.expert_width, c.layers, rngs)
+        if c.mlp_beside_experts:
+            self.mlp = _Mlp(c, c.mlp, rngs)
+            for name in ("mlp_branch_norm", "experts_norm", "experts_post_norm"):
+                setattr(self, name, nnx.Param(first_scale(c, c.width), dims=("embed",)))
         if c.shared_experts:
             self.shared = _Mlp(c, c.shared_width, rngs)
         if c.shared_gate:
@@ -132,7 +153,7 @@ class _Embedding(nnx.Module):
 
 class _Head(nnx.Module):
     def __init__(self, c: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = nnx.Param(_first_scale(c, c.width), dims=("embed",))
+        self.norm = nnx.Param(first_scale(c, c.width), dims=("embed",))
         if not c.tied:
             init = nnx.initializers.lecun_normal()
             self.head = nnx.Param(init(rngs.params(), (c.width, c.vocab)), dims=("embed", "vocab"))
@@ -145,10 +166,11 @@ def parts(c: DecoderConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     the last "norm" and, unless the table is tied, "head". A tied table is on both stages, and belongs to the first.
     """
     embedding, head = partial(_Embedding, c), Part(partial(_Head, c))
+    of_layers = (Part(partial(per_layer.Tables, c), name="per_layer"),) if c.per_layer_width else ()
     if first and last:
-        return (Part(embedding), head)
+        return (Part(embedding), *of_layers, head)
     if first:
-        return (Part(embedding, tie="lent" if c.tied else ""),)
+        return (Part(embedding, tie="lent" if c.tied else ""), *of_layers)
     if last:
         return (Part(embedding, tie="borrowed"), head) if c.tied else (head,)
     return ()
@@ -167,6 +189,8 @@ def router_of(c: DecoderConfig) -> Router:
         bias_rate=c.router_bias_rate if c.router_bias else None,
         capacity=c.expert_capacity,
         buffer=c.expert_buffer,
+        norm_eps=c.norm_eps if c.router_norm else None,
+        scaled=c.expert_scale,
     )
 
 
@@ -193,8 +217,8 @@ def block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> Array:
         x = _after_mixing(c, context, x_BTD, p)
-        y = _mlp(c, context.axes, p["mlp"], _normed(c, x, p["mlp_norm"]))
-        return (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape)
+        y = _mlp(c, context.axes, p["mlp"], _pre_normed(c, x, p, "mlp_norm"))
+        return _layer_end(c, (x + _post_normed(c, y, p, "mlp_post_norm")).reshape(x_BTD.shape), p)
 
     return layer
 
@@ -209,13 +233,19 @@ def expert_block(c: DecoderConfig, context: Context, x: Array) -> Block:
 
     def layer(x_BTD: Array, p: Params) -> tuple[Array, dict[str, Array]]:
         x = _after_mixing(c, context, x_BTD, p).reshape(x_BTD.shape)
-        h = _normed(c, x, p["mlp_norm"])
-        y, sums = apply_experts(router, p["experts"], context, h, losses)
+        h = _pre_normed(c, x, p, "mlp_norm")
+        h_of_experts = normed(c, x, p["experts_norm"]) if c.mlp_beside_experts else h
+        scored = x if c.router_norm else h_of_experts
+        y, sums = apply_experts(router, p["experts"], context, h_of_experts, losses, scored, activation=c.activation)
+        if c.mlp_beside_experts:
+            of_mlp = _mlp(c, context.axes, p["mlp"], h)
+            y = _post_normed(c, of_mlp, p, "mlp_branch_norm") + _post_normed(c, y, p, "experts_post_norm")
         if c.shared_experts:
             shared = _mlp(c, context.axes, p["shared"], h)
             y += shared * jax.nn.sigmoid(linear(h, p["shared_gate"])) if c.shared_gate else shared
         y = _post_normed(c, y, p, "mlp_post_norm")
-        return x + y, {name: total / c.expert_layers for name, total in sums.items()}  # means over layers, too
+        # Means over layers, too.
+        return _layer_end(c, x + y, p), {name: total / c.expert_layers for name, total in sums.items()}
 
     return layer
 
@@ -226,7 +256,7 @@ def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -
     a = p["delta" if is_delta else "attn"]
     # XLA lets a product add a residual without a copy only if the residual has the product's two dimensions.
     x = x_BTD if axes.sp else x_BTD.reshape(-1, c.width)
-    h = _normed(c, x, p["attn_norm"])
+    h = _pre_normed(c, x, p, "attn_norm")
     y_BTHK = mixed(c.delta, context, a, h) if is_delta else _attended(c, context, a, h)
     parts = TokenParts.of(x, axes.sp, divisible=not axes.overlap and divisible(p))
     width = y_BTHK.shape[2] * y_BTHK.shape[3]
@@ -235,13 +265,28 @@ def _after_mixing(c: DecoderConfig, context: Context, x_BTD: Array, p: Params) -
     return saved(x + _post_normed(c, y, p, "attn_post_norm"))
 
 
+def _pre_normed(c: DecoderConfig, x: Array, p: Params, name: str) -> Array:
+    """A branch's input after its norm, if it has one."""
+    return normed(c, x, p[name]) if name in p else x
+
+
 def _post_normed(c: DecoderConfig, y: Array, p: Params, name: str) -> Array:
     """A branch's result after its own norm, if it has one, whose backward reads the result."""
-    return _normed(c, saved(y), p[name]) if name in p else y
+    return normed(c, saved(y), p[name]) if name in p else y
 
 
-def _normed(c: DecoderConfig, x: Array, scale: Any) -> Array:
-    return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
+def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:
+    """The output of a layer behind its mlp: with its input beside the features, and times its number."""
+    if c.per_layer_width:
+        x_BTD = x_BTD + per_layer.branch(c, x_BTD, p)
+    return scaled_by_constant(x_BTD, p["layer_scalar"]) if "layer_scalar" in p else x_BTD
+
+
+def _normed_over_heads(c: DecoderConfig, axes: Axes, x_BTHK: Array, scale: Any) -> Array:
+    """One norm of all heads, those of other tp ranks included. A head that several ranks have counts on each."""
+    x_BTF = x_BTHK.reshape(*x_BTHK.shape[:2], -1)
+    y_BTF = rms_norm(x_BTF, scale, c.norm_eps, plus=float(c.norm_plus_one), over=axes.tp)
+    return y_BTF.reshape(x_BTHK.shape)
 
 
 def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[Array, "B T H K"]:
@@ -249,26 +294,39 @@ def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[
     q, k, v, *gate = latent_heads(c, context, p, h) if c.kv_rank else _heads(c, context, p, h)
     if c.score_width:
         q *= (c.head_width / c.score_width) ** 0.5
-    y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
+    if c.reads_keys:
+        y_BTHK = context.attend_shared(q, soft_cap=c.score_cap)
+    else:
+        y_BTHK = context.attend(q, k, v, soft_cap=c.score_cap)
     return y_BTHK * jax.nn.sigmoid(gate[0]) if gate else y_BTHK
 
 
-def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Array, ...]:
+def _heads(c: DecoderConfig, context: Context, p: Params, h: Array) -> tuple[Any, ...]:
     """Queries ``[B, T, H, K]`` and keys ``[B, T, G, K]`` with rotary embedding, values ``[B, T, G, K]``, and with
     ``Decoder.attention_gate`` the gate of each number of the output.
+
+    In layers that read the keys of another one, keys and values are ``None``.
     """
     a: Any = p
     axes, positions = context.axes, context.tokens.positions
-    qkv = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in "qkv"], axes)
-    widths = (c.head_width * (2 if c.attention_gate else 1), c.head_width, c.head_width)
-    q, k, v = (split_heads(y.reshape(*positions.shape[:2], -1), width) for y, width in zip(qkv, widths, strict=True))
+    names = "q" if c.reads_keys else "qk" if c.keys_as_values else "qkv"
+    products = column_parallel(h, [(a[n], a.get(f"{n}_bias")) for n in names], axes)
+    q, *keys_and_values = (y.reshape(*positions.shape[:2], -1) for y in products)
+    q = split_heads(q, c.head_width * (2 if c.attention_gate else 1))
     q, *gate = jnp.split(q, 2, axis=-1) if c.attention_gate else [q]
-    if c.qk_norm:
-        q, k = _normed(c, q, a["q_norm"]), _normed(c, k, a["k_norm"])
-    q, k = (rope.rotate(c, y, positions) for y in (q, k))
-    if not c.qk_norm:  # whose backward reads the products, which are saved
-        q, k = saved(q), saved(k)
-    return q, k, v, *gate
+
+    def rotated(name: str, y_BTHK: Array) -> Array:
+        if c.qk_norm and c.qk_norm_whole:
+            y_BTHK = _normed_over_heads(c, axes, y_BTHK, a[f"{name}_norm"])
+        elif c.qk_norm:
+            y_BTHK = normed(c, y_BTHK, a[f"{name}_norm"])
+        y_BTHK = rope.rotate(c, y_BTHK, positions)
+        return y_BTHK if c.qk_norm else saved(y_BTHK)  # a norm's backward reads the products, which are saved
+
+    if c.reads_keys:
+        return rotated("q", q), None, None, *gate
+    k, v = (split_heads(y, c.head_width) for y in (keys_and_values[0], keys_and_values[-1]))
+    return rotated("q", q), rotated("k", k), unscaled_rms_norm(v, c.norm_eps) if c.v_norm else v, *gate
 
 
 def _mlp(c: DecoderConfig, axes: Axes, p: Params, h: Array) -> Array:

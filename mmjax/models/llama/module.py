@@ -14,8 +14,9 @@ from mmjax.attention.language import WORDS, MaskKind, Rules
 from mmjax.attention.mask import Mask
 from mmjax.models.context import Context
 from mmjax.models.layers import Params, embed_tokens
-from mmjax.models.llama import layers
+from mmjax.models.llama import layers, per_layer
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.runs import LayerRun
 from mmjax.models.module import LayerGroup, Loss, Module
 from mmjax.models.norms import rms_norm
 from mmjax.models.parameters import Part
@@ -32,20 +33,22 @@ class Llama(Module):
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Its groups of layers: runs of layers that are alike, see ``LayerRun``."""
-        c, rules = self.config, Rules.parse(self.config.mask)
+        """Its groups of layers: runs of layers that are alike, see ``runs.LayerRun``."""
+        c, rules, causal = self.config, Rules.parse(self.config.mask), Rules.parse("causal")
         return tuple(
             LayerGroup(
                 run.count,
                 partial(
                     layers.ExpertLayer if run.has_experts else layers.DecoderLayer,
-                    c,
+                    c.shaped(run),
                     "delta" if run.is_delta else "attn",
                 ),
                 partial(layers.expert_block if run.has_experts else layers.block, c.of_run(run)),
-                rules=rules,
+                rules=causal if c.full_causal and not run.is_local else rules,
                 window=c.window if run.is_local else 0,
                 grid_window=c.chunk if run.is_local else 0,
+                stores=_kind(run) if run.sharing == "stores" else "",
+                reads=_kind(run) if run.sharing == "reads" else "",
             )
             for run in c.runs
         )
@@ -82,6 +85,20 @@ class Llama(Module):
         """The embeddings of the context's host input "tokens"; ``p`` are the module's parameters on its first stage."""
         x_BTD = embed_tokens(context.tokens.inputs["tokens"], p["embed"], context.axes)
         return x_BTD * jnp.asarray(self.config.width**0.5, x_BTD.dtype) if self.config.scaled_embed else x_BTD
+
+    @property
+    def layer_input_width(self) -> int:
+        """``Decoder.per_layer_width``; see ``Module``."""
+        return self.config.per_layer_width
+
+    @property
+    def media_token(self) -> int:
+        """``Decoder.per_layer_media``; see ``Module``."""
+        return self.config.per_layer_media
+
+    def layer_inputs(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+        """The input of each layer beside the features: see ``per_layer.inputs``."""
+        return per_layer.inputs(self.config, p["per_layer"], context, x)
 
     def end(self, p: Params, context: Context, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Hidden states after the final norm. ``p`` are the module's parameters on its last stage, and ``x`` is the
@@ -133,3 +150,8 @@ class Llama(Module):
     def sees(self) -> str:
         """``Decoder.mask``: the mask rules of its rows, or the name of a preset."""
         return self.config.mask
+
+
+def _kind(run: LayerRun) -> str:
+    """The name of keys and values that layers of a kind share."""
+    return "local" if run.is_local else "global"

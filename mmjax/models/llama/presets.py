@@ -91,6 +91,30 @@ _GEMMA3: Mapping[str, object] = {
 }
 """What the language models of Gemma 3 that see images have in common."""
 
+_OLMO2: Mapping[str, object] = {
+    **{"vocab": 100352, "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_whole": True},
+    **{"rope_theta": 500000.0, "norm_eps": 1e-6},
+}
+"""What the models of OLMo 2 have in common."""
+_OLMO2_7B: Mapping[str, object] = {**_OLMO2, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008}
+_GEMMA4: Mapping[str, object] = {
+    **_GEMMA3,
+    "global_head_dim": 512,
+    "vocab": 262144,
+    "norm_plus_one": False,
+    "v_norm": True,
+    "layer_scalar": True,
+    "score_width": 1.0,
+    "logit_cap": 30.0,
+    "mask": "causal",
+    "rope_scaling": "proportional",
+    "rope_share": 0.25,
+    "rope_factor": 1.0,
+}
+"""What the language models of Gemma 4 have in common."""
+_GEMMA4_LARGE: Mapping[str, object] = {**_GEMMA4, "keys_as_values": True}
+_GEMMA4_SMALL: Mapping[str, object] = {**_GEMMA4, "window": 512, "per_layer_width": 256, "per_layer_media": 0}
+
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "tiny": {},
     "vicuna-7b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 32, "mlp": 11008, "vocab": 32000},
@@ -156,6 +180,20 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "qk_norm": True,
         "rope_theta": 1000000.0,
         "norm_eps": 1e-6,
+    },
+    "olmo2-7b": _OLMO2_7B,
+    "olmo2-13b": {**_OLMO2, "layers": 40, "width": 5120, "heads": 40, "kv_heads": 40, "mlp": 13824},
+    "olmo3-7b": {
+        **_OLMO2_7B,
+        **{"vocab": 100278, "window": 4096, "full_every": 4, "local_rope_theta": 500000.0},
+        **{"rope_scaling": "yarn", "rope_factor": 8.0, "rope_context": 8192},
+    },
+    "phi3-mini-4k": {
+        **{"layers": 32, "width": 3072, "heads": 32, "kv_heads": 32, "mlp": 8192, "vocab": 32064, "window": 2047},
+    },
+    "phi4": {
+        **{"layers": 40, "width": 5120, "heads": 40, "kv_heads": 10, "mlp": 17920, "vocab": 100352},
+        "rope_theta": 250000.0,
     },
     "smollm3-3b": {
         "layers": 36,
@@ -326,6 +364,51 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
         "head_dim": 128,
         "mlp": 21504,
         "score_width": 168.0,
+    },
+    "gemma4-31b": {
+        **_GEMMA4_LARGE,
+        "layers": 60,
+        "width": 5376,
+        "heads": 32,
+        "kv_heads": 16,
+        "global_kv_heads": 4,
+        "mlp": 21504,
+    },
+    "gemma4-e2b": {
+        **_GEMMA4_SMALL,
+        "layers": 35,
+        "width": 1536,
+        "heads": 8,
+        "kv_heads": 1,
+        "mlp": 6144,
+        "full_every": 5,
+        "kv_shared_layers": 20,
+        "kv_shared_mlp": 12288,
+    },
+    "gemma4-e4b": {
+        **_GEMMA4_SMALL,
+        "layers": 42,
+        "width": 2560,
+        "heads": 8,
+        "kv_heads": 2,
+        "mlp": 10240,
+        "kv_shared_layers": 18,
+    },
+    "gemma4-26b-a4b": {
+        **_GEMMA4_LARGE,
+        "layers": 30,
+        "width": 2816,
+        "heads": 16,
+        "kv_heads": 8,
+        "global_kv_heads": 2,
+        "mlp": 2112,
+        "experts": 128,
+        "experts_per_token": 8,
+        "expert_mlp": 704,
+        "mlp_beside_experts": True,
+        "router_norm": True,
+        "expert_scale": True,
+        "balance_loss": 0.001,
     },
 }
 """Published sizes by name; "tiny" has the defaults of the settings."""

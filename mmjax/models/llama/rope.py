@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.models.layers import apply_rotary, frequencies
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.runs import PROPORTIONAL
 
 
 def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Array, "B T *A"]) -> Array:
@@ -20,8 +21,8 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
     Positions are ``[B, T]``; with ``Decoder.rope_sections`` ``[B, T, 3]``. Component ``i`` is paired with ``i + K/2``.
     In latent attention ``2 i`` is paired with ``2 i + 1``, and the result has the first components of all pairs before
     the second ones; scores do not depend on an order that queries and keys share. With ``Decoder.rope_share`` below 1
-    only the first components are rotated, as a narrower head; with ``Decoder.nope_every`` of 1 none are. The result
-    has the shape and dtype of ``x_BTHK``.
+    only the first components are rotated, as a narrower head, or with 'proportional' frequencies the first pairs of the
+    whole head; with ``Decoder.nope_every`` of 1 none are. The result has the shape and dtype of ``x_BTHK``.
     """
     if c.nope_every == 1:
         return x_BTHK
@@ -31,7 +32,10 @@ def rotate(c: DecoderConfig, x_BTHK: Float[Array, "B T H K"], positions: Int[Arr
     if c.kv_rank:
         x_BTHK = jnp.concatenate([x_BTHK[..., 0::2], x_BTHK[..., 1::2]], axis=-1)
     frequency_K = frequencies(c.rotary_width, c.rope_theta)
-    if c.rope_scaling != "none":
+    if c.rope_scaling == PROPORTIONAL:
+        is_rotated_K = jnp.arange(len(frequency_K)) < c.rotated_pairs
+        frequency_K = jnp.where(is_rotated_K, frequency_K / c.rope_factor, 0)
+    elif c.rope_scaling != "none":
         unscaled_K = _unscaled_share(c, frequency_K)
         frequency_K = frequency_K * (unscaled_K + (1 - unscaled_K) / c.rope_factor)
     return apply_rotary(x_BTHK, positions, frequency_K, magnitude(c), c.axis_of_pair)

@@ -1,10 +1,11 @@
 """Llama-family language models in folders of transformers: weights table, and conversion of ``config.json``.
 
 Supported values of ``model_type`` are llama (Llama, Vicuna), mistral, qwen2, qwen3 and smollm3 (see
-``smollm3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and
+``smollm3_weights``), olmo2 and olmo3 (see ``olmo_weights``), phi3 (see
+``phi3_weights``), with experts mixtral, qwen2_moe and qwen3_moe (see ``expert_weights``), deepseek_v2 and
 deepseek_v3 (see ``deepseek_weights``), qwen3_5_text and qwen3_5_moe_text (see ``qwen35_weights``), gemma2 and
-gemma3_text (see ``gemma_weights``), and in composite models those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, with and
-without experts. In a composite model Qwen3.5's has M-RoPE too.
+gemma3_text (see ``gemma_weights``), gemma4_text (see ``gemma4_weights``), and in composite models those of Qwen2-VL,
+Qwen2.5-VL and Qwen3-VL, with and without experts. In a composite model Qwen3.5's has M-RoPE too.
 
 Imports no JAX.
 """
@@ -18,7 +19,16 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.delta.config import DELTA_SETTINGS
-from mmjax.models.llama import deepseek_weights, expert_weights, gemma_weights, qwen35_weights, smollm3_weights
+from mmjax.models.llama import (
+    deepseek_weights,
+    expert_weights,
+    gemma4_weights,
+    gemma_weights,
+    olmo_weights,
+    phi3_weights,
+    qwen35_weights,
+    smollm3_weights,
+)
 from mmjax.models.llama.checks import ROPE_TURNS
 from mmjax.models.llama.config import EXPERT_SETTINGS, LATENT_SETTINGS, DecoderConfig
 from mmjax.models.llama.folder_defaults import ALONE, DEFAULTS, MROPE, QWEN3_MROPE
@@ -31,6 +41,11 @@ _LATENT = deepseek_weights.DEFAULTS
 _DELTA = qwen35_weights.DEFAULTS
 _GEMMA = gemma_weights.DEFAULTS
 _SMOLLM3 = smollm3_weights.SMOLLM3
+_OLMO = olmo_weights.DEFAULTS
+_PHI3 = phi3_weights.PHI3
+_BY_LAYER = (gemma_weights.GEMMA3, olmo_weights.OLMO3)
+"""Those whose rotary embedding is described for each kind of layer."""
+_GEMMA4 = gemma4_weights.GEMMA4
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
@@ -51,7 +66,8 @@ def rows(c: DecoderConfig, model_type: str = "") -> tuple[Row, ...]:
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the possible ``keys`` of its tensor, such as
     ("model.layers.{}.self_attn.q_proj.weight",), and its ``view`` of the tensor, such as the transpose. Only keys of
-    experts depend on ``model_type``, the folder's; "" is chosen by the settings.
+    experts and of joined products depend on ``model_type``, the folder's; "" is chosen by the settings, with no
+    products joined.
     """
     return tuple(_rows(c, model_type))
 
@@ -66,25 +82,36 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
             yield layer_row(f"{leaf}_bias", f"{key}.bias", layers=layers)
 
     yield Row("embed", ("model.embed_tokens.weight",), copies=("lm_head.weight",) if c.tied else ())
-    yield layer_row("attn_norm", "input_layernorm.weight")
+    if c.pre_norms:
+        yield layer_row("attn_norm", "input_layernorm.weight")
     if c.kv_rank:
         yield from deepseek_weights.attention_rows(c)
     with_attention = qwen35_weights.attention_layers(c)
-    for name in "" if c.kv_rank else "qkvo":
+    joined = tuple(phi3_weights.joined_rows(c)) if model_type == _PHI3 else ()
+    yield from joined
+    for name in "" if c.kv_rank else "o" if joined else "qkvo":
         biased = c.o_bias if name == "o" else c.qkv_bias
-        yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=biased, layers=with_attention)
+        layers = gemma4_weights.layers_with(name, c, with_attention)
+        yield from product(f"attn/{name}", f"self_attn.{name}_proj", biased=biased, layers=layers)
     for name in "qk" if c.qk_norm else "":
-        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=with_attention)
+        layers = gemma4_weights.layers_with(name, c, with_attention)
+        yield layer_row(f"attn/{name}_norm", f"self_attn.{name}_norm.weight", layers=layers)
     yield from qwen35_weights.delta_rows(c)
     if c.post_norms:
-        yield from gemma_weights.norm_rows()
+        yield from gemma_weights.norm_rows(c)
     else:
         yield layer_row("mlp_norm", "post_attention_layernorm.weight")
-    dense = c.layers - c.expert_layers
-    for name in ("gate", "up", "down") if dense else ():
+    if c.per_layer_width:
+        yield from gemma4_weights.per_layer_rows()
+    if c.layer_scalar:
+        yield layer_row("layer_scalar", "layer_scalar")
+    dense = c.layers if c.mlp_beside_experts else c.layers - c.expert_layers
+    for name in ("down",) if joined else ("gate", "up", "down") if dense else ():
         layers = range(dense) if dense < c.layers else None
         yield from product(f"mlp/{name}", f"mlp.{name}_proj", biased=c.mlp_bias, layers=layers)
-    if c.experts:
+    if c.mlp_beside_experts:
+        yield from gemma4_weights.expert_rows(c)
+    elif c.experts:
         yield from expert_weights.expert_rows(c, model_type)
     yield Row("norm", ("model.norm.weight",))
     if not c.tied:
@@ -94,10 +121,11 @@ def _rows(c: DecoderConfig, model_type: str) -> Iterator[Row]:
 def unused(c: DecoderConfig) -> tuple[str, ...]:
     """Regular expressions for the ends of keys that folders may have although no leaf needs them.
 
-    They are rotary frequencies, which are computed, and the layers for a second token of DeepSeek-V3 and Qwen3.5.
+    They are rotary frequencies, which are computed, the layers for a second token of DeepSeek-V3 and Qwen3.5, and keys
+    and values of Gemma 4's layers that read those of others.
     """
     second_token = [deepseek_weights.unused(c)] if c.kv_rank else [qwen35_weights.UNUSED] if c.delta_heads else []
-    return (r"rotary_emb\.inv_freq", *second_token)
+    return (r"rotary_emb\.inv_freq", *second_token, *gemma4_weights.unused(c))
 
 
 # ---- config.json to settings -----------------------------------------------------------------------------------------
@@ -120,7 +148,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
     quantised = (t.get("quantization_config") or {}).get("quant_method")
     fix = "mmjax reads no quantised weights; take the model's folder in BF16, or make one"
     require(not t.get("quantization_config"), "config.json: quantization_config", quantised, fix)
-    if kind not in _GEMMA:
+    if kind not in (*_GEMMA, _GEMMA4):
         is_silu = t["hidden_act"] in ("silu", "swish")
         require(is_silu, "config.json: hidden_act", t["hidden_act"], "mmjax has 'silu' alone")
     heads, width = t["num_attention_heads"], t["hidden_size"]
@@ -149,11 +177,18 @@ def settings(hf_config: Json) -> dict[str, Any]:
         values |= qwen35_weights.layer_settings(t)
     if kind == _SMOLLM3:
         return values | {"nope_every": smollm3_weights.nope_every(t)} | _rope(kind, t)
+    if kind == _PHI3:
+        return values | phi3_weights.layer_settings(t) | _rope(kind, phi3_weights.without_share(t))
+    if kind in _OLMO:
+        values |= olmo_weights.layer_settings(kind, t)
+        return values | _rope(kind, gemma_weights.with_rope(t) if kind in _BY_LAYER else t)
+    if kind in (*_GEMMA, _GEMMA4) and "whole" in hf_config:  # whose value counts, true by default
+        values["tied"] = bool(hf_config["whole"].get("tie_word_embeddings", True))
+    if kind == _GEMMA4:
+        return values | gemma4_weights.layer_settings(t)
     if kind in _GEMMA:
         values |= gemma_weights.layer_settings(kind, t)
-        if "whole" in hf_config:  # whose value counts, true by default
-            values["tied"] = bool(hf_config["whole"].get("tie_word_embeddings", True))
-        return values | _rope(kind, gemma_weights.with_rope(t) if kind == gemma_weights.GEMMA3 else t)
+        return values | _rope(kind, gemma_weights.with_rope(t) if kind in _BY_LAYER else t)
     if kind in (*MROPE, *_DELTA):  # set for the composite model; in older folders in the text's part
         of_whole = hf_config.get("whole", {}).get("tie_word_embeddings")
         is_older = kind in MROPE and kind not in QWEN3_MROPE
@@ -163,7 +198,7 @@ def settings(hf_config: Json) -> dict[str, Any]:
 
 def _attention_biases(kind: str, t: Json) -> tuple[bool, bool]:
     """Whether queries, keys and values, and the attention's output have biases."""
-    if kind in ("mistral", "mixtral", *_LATENT):
+    if kind in ("mistral", "mixtral", _PHI3, *_LATENT):
         return False, False
     if kind == "qwen2_moe":
         return bool(t["qkv_bias"]), False
@@ -270,6 +305,8 @@ def to_hf_config(
     for kind in [model_type] if model_type else ALONE:
         if (kind in _LATENT) != (c.kv_rank > 0) or (kind in _DELTA) != (c.delta_heads > 0):
             continue
+        if kind == _GEMMA4 and not (model_type or c.layer_scalar):  # its layers must end with one that has no window
+            continue
         hf_config = _closest_config(c, kind, positions, dtype)
         unmapped = {name: getattr(c, name) for name in _UNMAPPED}
         restored = DecoderConfig(**unmapped, **settings(hf_config))
@@ -295,7 +332,8 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.delta.value_heads
     if name in EXPERT_SETTINGS and (not c.experts or name in c.idle()):
         return None
-    if (name in ("mlp", "expert_mlp") and c.experts and not c.dense_layers) or name == "expert_mlp":
+    has_mlp = not c.experts or c.dense_layers or c.mlp_beside_experts
+    if (name == "mlp" and not has_mlp) or name == "expert_mlp":
         return c.expert_width  # of layers without experts there are none
     if name == "router_group_limit":
         return c.router_group_limit if c.router_groups > 1 else 1
@@ -307,6 +345,14 @@ def _value(c: DecoderConfig, name: str) -> Any:
         return c.rope_context if c.rope_scaling in ROPE_TURNS else 0
     if name == "local_rope_theta" and not c.local_rope_theta:  # as in other layers
         return c.rope_theta if c.rope_scaling == "none" and name not in c.idle() else 0
+    if name == "kv_shared_mlp":
+        return (c.kv_shared_mlp or c.mlp) if c.kv_shared_layers else None
+    if name in ("global_head_dim", "global_kv_heads"):
+        return getattr(c, name) or _value(c, name.removeprefix("global_"))
+    if name == "per_layer_media" and not c.per_layer_width:
+        return -1
+    if name == "full_causal":
+        return c.full_causal and c.mask != "causal"
     if name == "nope_every":
         return tuple(map(c.rotates, range(c.layers)))
     if name == "score_width":
@@ -354,20 +400,26 @@ def _closest_config(c: DecoderConfig, kind: str, positions: int, dtype: str) -> 
         hf_config |= qwen35_weights.config_entries(c, kind)
     if kind == _SMOLLM3:
         hf_config |= smollm3_weights.config_entries(c)
+    if kind == _PHI3:
+        hf_config |= phi3_weights.config_entries(c)
+    if kind in _OLMO:
+        hf_config |= olmo_weights.config_entries(c, kind)
     if kind in _GEMMA:
         hf_config |= gemma_weights.config_entries(c, kind)
+    if kind == _GEMMA4:
+        return hf_config | gemma4_weights.config_entries(c)
     if kind in ("qwen2", "qwen3"):
         full = c.full_layers if c.window else c.layers
         kinds = ["full_attention"] * full + ["sliding_attention"] * (c.layers - full)
         hf_config |= {"use_sliding_window": c.window > 0, "sliding_window": c.window or None}
         hf_config |= {"max_window_layers": full, "layer_types": kinds}
     rope = _rope_of(c)
-    return hf_config | (gemma_weights.rope_entries(c, rope) if kind == gemma_weights.GEMMA3 else rope)
+    return hf_config | (gemma_weights.rope_entries(c, rope) if kind in _BY_LAYER else rope)
 
 
 def _rope_of(c: DecoderConfig) -> dict[str, Any]:
     """The entries on rotary embedding, for transformers 5 and before."""
-    (kind,) = (rope_type for rope_type, scaling in _ROPE_TYPES.items() if scaling == c.rope_scaling)
+    kind = next((rope_type for rope_type, scaling in _ROPE_TYPES.items() if scaling == c.rope_scaling), "default")
     numbers: dict[str, Any] = {} if kind == "default" else {"factor": c.rope_factor}
     if kind in ROPE_TURNS:
         numbers |= dict(zip(_ROPE_TURNS[kind], c.turns, strict=True))

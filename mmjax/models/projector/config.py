@@ -11,7 +11,7 @@ from mmjax.models.choices import ACTIVATIONS
 from mmjax.models.settings import ModuleSettings
 
 KINDS = ("mlp", "linear")
-NORMS = ("none", "layer", "rms", "rms_plus_one")
+NORMS = ("none", "layer", "rms", "rms_plus_one", "rms_plain")
 
 
 @configurable("Projector")
@@ -26,8 +26,8 @@ class ProjectorConfig:
       kind: ``mlp``, two layers with an activation between them, or ``linear``, one layer.
       hidden: hidden units of ``mlp``; 0 means the LLM's width.
       activation: activation of ``mlp``: ``gelu`` (tanh), ``gelu_exact`` (LLaVA's), ``quick_gelu`` or ``silu``.
-      norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL), ``rms``, or
-        ``rms_plus_one``, which multiplies by 1 + its weight (Gemma 3).
+      norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL), ``rms``,
+        ``rms_plus_one``, which multiplies by 1 + its weight (Gemma 3), or ``rms_plain``, which has no weight (Gemma 4).
       bias: whether its products have biases.
       pool: whether a token is made of the mean of its patches, whose norm comes behind the mean, and not of all of them
         one behind another (Gemma 3).

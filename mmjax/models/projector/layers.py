@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mmjax.mesh.spread import Axes
 from mmjax.models.layers import ACTIVATIONS, Params, column_parallel, linear, row_parallel
-from mmjax.models.norms import any_norm
+from mmjax.models.norms import any_norm, unscaled_rms_norm
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.transformer import Norm
 
@@ -42,7 +42,7 @@ class Projector(nnx.Module):
         bias: bool = True,
     ):
         init = nnx.initializers.lecun_normal()
-        if norm != "none":
+        if norm not in ("none", "rms_plain"):
             self.norm = Norm(in_width // together, rms=norm != "layer", plus_one=norm == "rms_plus_one")
         if not hidden:
             self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)), dims=("input", "output"))
@@ -106,7 +106,9 @@ def project(
     """
     if settings.pool:
         x_RTD, together = pooled(x_RTD, together), 1
-    if "norm" in p:
+    if settings.norm == "rms_plain":
+        x_RTD = unscaled_rms_norm(x_RTD, 1e-6)
+    elif "norm" in p:
         x_RTD = any_norm(x_RTD, p["norm"], plus=float(settings.norm == "rms_plus_one"))
     x_RTD = merged(x_RTD, together)
     if "kernel" in p:

@@ -13,13 +13,24 @@ from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 _MERGERS = ("qwen2_vl", "qwen2_5_vl", *qwen_weights.QWEN3)
 """Composite models whose projector begins with a norm and is called a merger."""
+_WITH_NEWLINES = ("llava_next", "llava_onevision")
+"""Composite models whose images are cut into tiles."""
 _EPS = 1e-6
 """The epsilon of projectors' norms."""
 _LINEAR: Mapping[str, Mapping[str, tuple[str, View]]] = {
-    "gemma3": {"norm/scale": ("mm_soft_emb_norm.weight", SAME), "kernel": ("mm_input_projection_weight", SAME)},
-    "paligemma": {"kernel": ("linear.weight", TRANSPOSED), "bias": ("linear.bias", SAME)},
+    "gemma3": {
+        "norm/scale": ("multi_modal_projector.mm_soft_emb_norm.weight", SAME),
+        "kernel": ("multi_modal_projector.mm_input_projection_weight", SAME),
+    },
+    "gemma4": {"kernel": ("model.embed_vision.embedding_projection.weight", TRANSPOSED)},
+    "paligemma": {
+        "kernel": ("multi_modal_projector.linear.weight", TRANSPOSED),
+        "bias": ("multi_modal_projector.linear.bias", SAME),
+    },
 }
 """Leaves, keys and views of projectors of one layer, by composite model."""
+_LINEAR_NORMS = {"gemma3": "rms_plus_one", "gemma4": "rms_plain"}
+"""Norms of those of them that read the mean of a token's patches."""
 _OLD_NAMES = {"norm": "ln_q", "up": "mlp.0", "down": "mlp.2"}
 _NAMES = {"norm": "norm", "up": "linear_fc1", "down": "linear_fc2"}
 """Parts of a merger in folders of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL and Qwen3.5."""
@@ -46,19 +57,20 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     one_of("config.json: projector_hidden_act", name, ACTIVATION_OF)
     biased = hf_config.get("multimodal_projector_bias", True)
     require(biased, "config.json: multimodal_projector_bias", biased, "mmjax has projectors with biases alone")
-    tiled = hf_config.get("model_type") == "llava_onevision"
-    most_tiles = _most_tiles(hf_config) if tiled else 0
+    kind = hf_config.get("model_type")
+    most_tiles = _most_tiles(hf_config) if kind == "llava_onevision" else 0
     values = {"kind": "mlp", "hidden": 0, "activation": ACTIVATION_OF[name], "norm": "none"}
-    return values | {"newline": tiled, "most_tiles": most_tiles}
+    return values | {"newline": kind in _WITH_NEWLINES, "most_tiles": most_tiles}
 
 
 def _linear(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a projector of one layer."""
-    is_pooled = hf_config["model_type"] == "gemma3"
-    eps = hf_config.get("vision_config", {}).get("layer_norm_eps", _EPS)
+    norm = _LINEAR_NORMS.get(hf_config["model_type"], "none")
+    is_pooled = norm != "none"
+    name = "rms_norm_eps" if norm == "rms_plain" else "layer_norm_eps"
+    eps = hf_config.get("vision_config", {}).get(name, _EPS)
     fix = f"mmjax has {_EPS} alone in the norm of a projector"
-    require(eps == _EPS or not is_pooled, "config.json: layer_norm_eps", eps, fix)
-    norm = "rms_plus_one" if is_pooled else "none"
+    require(eps == _EPS or not is_pooled, f"config.json: {name}", eps, fix)
     return {"kind": "linear", "hidden": 0, "norm": norm, "pool": is_pooled, "bias": not is_pooled}
 
 
@@ -84,7 +96,7 @@ def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
     """
     if model_type in _LINEAR:
         rows_of = _LINEAR[model_type].items()
-        return tuple(Row(leaf, (f"multi_modal_projector.{key}",), view) for leaf, (key, view) in rows_of)
+        return tuple(Row(leaf, (key,), view) for leaf, (key, view) in rows_of)
     if model_type in _MERGERS:
         return tuple(_mergers(config, _NAMES if model_type in qwen_weights.QWEN3 else _OLD_NAMES))
     return (

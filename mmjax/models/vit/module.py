@@ -12,7 +12,6 @@ from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.layers import Params
 from mmjax.models.module import Block, LayerGroup, Module
-from mmjax.models.norms import any_norm
 from mmjax.models.parameters import Part
 from mmjax.models.vit import layers
 from mmjax.models.vit.config import ViTConfig
@@ -38,7 +37,9 @@ class VisionTransformer(Module):
         return tuple(LayerGroup(count, create, block, grid_window=window) for count, window in c.windows)
 
     def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
-        """The patch embedding, class token, learned positions and norm of the first stage, and the norm of the last."""
+        """The patch embedding, special tokens, learned positions and norm of the first stage, and the norm and standard
+        of the last.
+        """
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
@@ -46,16 +47,17 @@ class VisionTransformer(Module):
         return (("patches",) if first else ()) + ("segments", "positions")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        """Features of the context's host input "patches", and of class tokens; ``p`` are the parameters of the first
+        """Features of the context's host input "patches", and of special tokens; ``p`` are the parameters of the first
         stage.
         """
         return layers.embed_patches(p, self.config, context)
 
     def end(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-        """Features after the last norm, if there is one. ``p`` are the module's parameters on its last stage, and ``x``
-        is the output of the last layer.
+        """Features after the last norm, if there is one, scaled and standardised as ``ViT.output`` says.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the output of the last layer.
         """
-        return any_norm(x, p["norm"], self.config.norm_eps) if self.config.last_norm else x
+        return layers.end(p, self.config, x)
 
     @property
     def medium(self) -> EncoderSpec:
@@ -67,14 +69,14 @@ class VisionTransformer(Module):
             channels=c.channels,
             frames=c.frames,
             axes=2,
-            special=int(c.class_token),
+            special=c.special,
             longest=c.grid if c.has_table and c.interpolate == "none" else 0,
             bounded_by="ViT.grid",
             boundless="rope2d",
         )
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Forward FLOPs for images with these numbers of patches, class tokens not counted.
+        """Forward FLOPs for images with these numbers of patches, class tokens and registers not counted.
 
         Windows at an edge of an image count as full.
         """

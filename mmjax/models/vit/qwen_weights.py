@@ -86,7 +86,7 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "positions": "axial",
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "interpolate": "none",
-        "class_token": False,
+        **{"class_token": False, "registers": 0, "qkv_bias": True, "k_bias": True},
         "frames": c["temporal_patch_size"],
         "patch_bias": False,
         "norm": "rms" if is_2_5 else "layer",

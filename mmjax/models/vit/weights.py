@@ -1,8 +1,8 @@
 """Vision towers of ``transformers`` as vision transformers: settings and weights tables.
 
-Supported are the vision models of CLIP, SigLIP, SigLIP 2, DINOv2 and ViT, alone or in a model with text; those of
-Qwen-VL are in ``qwen_weights``. The features are those of patches, so pooling and classification heads have no leaves.
-Imports no JAX.
+Supported are the vision models of CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and ViT, alone or in a model with text; what
+DINO's have of their own is in ``dino_weights``, those of Qwen-VL are in ``qwen_weights``. The features are those of
+patches, so pooling and classification heads have no leaves. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
 from mmjax.models.choices import ACTIVATION_OF
-from mmjax.models.vit import qwen_weights
+from mmjax.models.vit import dino_weights, gemma4_weights, qwen_weights
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
@@ -25,18 +25,22 @@ FAMILIES: Mapping[str, str] = {
     "siglip2": "siglip2",
     "siglip2_vision_model": "siglip2",
     "dinov2": "dinov2",
+    "dinov2_with_registers": "dinov2_with_registers",
+    "dinov3_vit": "dinov3_vit",
     "vit": "vit",
 }
 """Tower families by ``model_type``. SigLIP 2 with a fixed resolution has the type "siglip"; "siglip2" is NaFlex."""
 _WHOLE = ("gemma3", "paligemma")
 """Composite models that read the output of a whole tower, with its last norm."""
-_CLASSED = ("clip", "dinov2", "vit")
+_CLASSED = ("clip", "vit", *dino_weights.DEFAULTS)
 """Families with a class token."""
 _PREFIXES = {
     "clip": "vision_model.",
     "siglip": "vision_model.",
     "siglip2": "vision_model.",
     "dinov2": "dinov2.",
+    "dinov2_with_registers": "dinov2_with_registers.",
+    "dinov3_vit": "model.",
     "vit": "vit.",
 }
 """Key prefixes of towers in composite models and in older folders, by family."""
@@ -46,8 +50,21 @@ _CLASSES = {
     "siglip_vision_model": "SiglipVisionModel",
     "siglip2_vision_model": "Siglip2VisionModel",
     "dinov2": "Dinov2Model",
+    "dinov2_with_registers": "Dinov2WithRegistersModel",
+    "dinov3_vit": "DINOv3ViTModel",
     "vit": "ViTModel",
+    gemma4_weights.KIND: gemma4_weights.CLASS,
 }
+_PLAIN: Mapping[str, Any] = {
+    "bias": True,
+    "qk_norm": False,
+    "v_norm": False,
+    "score_width": 0.0,
+    "post_norms": False,
+    "clipped": False,
+    "output": "plain",
+}
+"""What layers and results of all towers but Gemma 4's are."""
 
 # Defaults of transformers for keys that a config.json may leave out.
 _BASE: Mapping[str, Any] = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
@@ -76,8 +93,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6,
     },
-    "dinov2": _BASE
-    | {"mlp_ratio": 4, "image_size": 224, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    **dino_weights.DEFAULTS,
     "vit": _BASE
     | {"intermediate_size": 3072, "image_size": 224, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
 }
@@ -95,22 +111,27 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
     Raises:
       ConfigError: the tower belongs to none of these families, or mmjax cannot compute it.
     """
-    if hf_config.get("model_type") in qwen_weights.DEFAULTS:
-        return qwen_weights.settings(hf_config)
+    kind = hf_config.get("model_type")
+    if kind in gemma4_weights.KINDS:
+        return gemma4_weights.settings(hf_config)
+    if kind in qwen_weights.DEFAULTS:
+        return {**_PLAIN, **qwen_weights.settings(hf_config)}
     family, composite = family_of(hf_config), hf_config.get("whole")
     is_whole = composite is not None and composite.get("model_type") in _WHOLE
     layer = _layer_of(composite, family) if composite and not is_whole and layer is None else layer
     layer = hf_config.get("feature_layer") if layer is None else layer
     c = {**_DEFAULTS[family], **{key: value for key, value in _vision_config(hf_config).items() if value is not None}}
-    for key, legal in (("use_swiglu_ffn", False), ("qkv_bias", True)):
-        require(c.get(key, legal) == legal, f"config.json: {key}", c.get(key), f"mmjax has {legal} alone")
+    is_dino = family in dino_weights.DEFAULTS
+    qkv_bias = is_dino or c.get("qkv_bias", True)
+    require(qkv_bias, "config.json: qkv_bias", c.get("qkv_bias"), "mmjax has True alone")
     one_of("config.json: hidden_act", c["hidden_act"], ACTIVATION_OF)
     depth = c["num_hidden_layers"]
     return {
+        **_PLAIN,
         "layers": depth if layer is None else _layer_count(layer, depth),
         "width": c["hidden_size"],
         "heads": c["num_attention_heads"],
-        "mlp": int(c["hidden_size"] * c["mlp_ratio"]) if family == "dinov2" else c["intermediate_size"],
+        **({} if is_dino else {"mlp": c["intermediate_size"]}),
         "patch": _edge("patch_size", c["patch_size"]),
         "channels": c["num_channels"],
         "positions": "learned2d",
@@ -122,14 +143,15 @@ def settings(hf_config: Mapping[str, Any], layer: int | None = None) -> dict[str
         "full_at": (),
         "grid": _grid(family, c),
         "interpolate": "bilinear" if family == "siglip2" else "bicubic",
-        "class_token": family in _CLASSED,
+        **{"class_token": family in _CLASSED, "registers": 0, "qkv_bias": True, "k_bias": True},
         "patch_bias": family != "clip",
         "stem_norm": family == "clip",
         "last_norm": layer is None and family != "clip",
         "norm_eps": float(c["layer_norm_eps"]),
-        "layer_scale": family == "dinov2",
+        "layer_scale": False,
         "activation": ACTIVATION_OF[c["hidden_act"]],
         **({"merge": _merge(composite, _grid(family, c))} if composite else {}),
+        **(dino_weights.settings(family, c) if is_dino else {}),
     }
 
 
@@ -162,10 +184,14 @@ def to_hf_config(config: ViTConfig, *, model_type: str = "") -> dict[str, Any]:
 
 def _closest_config(c: ViTConfig, kind: str) -> dict[str, Any]:
     """The config.json of a model type with as many of the settings as it has."""
+    if kind == gemma4_weights.KIND:
+        return gemma4_weights.closest_config(c)
     hf_config: dict[str, Any] = {"model_type": kind, "architectures": [_CLASSES[kind]], "layer_norm_eps": c.norm_eps}
     hf_config |= {"hidden_size": c.width, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
     hf_config |= {"num_channels": c.channels, "patch_size": c.patch}
-    hf_config |= {"mlp_ratio": c.mlp / c.width} if kind == "dinov2" else {"intermediate_size": c.mlp}
+    if kind in dino_weights.DEFAULTS:
+        hf_config |= dino_weights.config_entries(c, kind)
+    hf_config |= {} if kind in dino_weights.DINOV2 else {"intermediate_size": c.mlp}
     siglip2 = kind == "siglip2_vision_model"
     hf_config |= {"num_patches": c.grid**2} if siglip2 else {"image_size": c.grid * c.patch}
     hf_config |= {"vision_use_head": False} if kind == "siglip_vision_model" else {}
@@ -186,6 +212,8 @@ def _layer_of(composite: Mapping[str, Any], family: str) -> int:
     )
     fix = "mmjax takes the features of one layer; use a model with one, such as -2"
     require(isinstance(layer, int), "config.json: vision_feature_layer", layer, fix)
+    fix = "mmjax gives the LLM no registers, of which transformers leaves out none; name the tower's folder instead"
+    require(family not in dino_weights.WITH_REGISTERS, "config.json: model_type", family, fix)
     supported = "default" if family in _CLASSED else "full"
     fix = f"mmjax gives the LLM every patch of a {family} and no class token; use a model with {supported!r}"
     require(strategy == supported, "config.json: vision_feature_select_strategy", strategy, fix)
@@ -193,7 +221,7 @@ def _layer_of(composite: Mapping[str, Any], family: str) -> int:
 
 
 def family_of(hf_config: Mapping[str, Any]) -> str:
-    """The family, "clip", "siglip", "siglip2", "dinov2" or "vit", of a config.json or of its ``vision_config``.
+    """The family, such as "clip" or "dinov2", of a config.json or of its ``vision_config``.
 
     Raises:
       ConfigError: its "model_type" is in none of ``FAMILIES``.
@@ -248,11 +276,14 @@ def rows(config: ViTConfig, model_type: str) -> tuple[Row, ...]:
     """The tower's weights table in a folder of this ``model_type``, such as "clip_vision_model".
 
     A ``Row`` has the ``leaf``, such as "layers/{}/attn/q", the two possible ``keys`` of its tensor, without and with
-    the prefix of a whole model, and its ``view`` of the tensor, such as the transpose. Qwen's towers have one key.
+    the prefix of a whole model, and its ``view`` of the tensor, such as the transpose. Qwen's and Gemma 4's towers have
+    one key.
 
     Raises:
-      KeyError: the model type is none of ``FAMILIES`` and none of Qwen's.
+      KeyError: the model type is none of ``FAMILIES``, none of Qwen's and not Gemma 4's.
     """
+    if model_type in gemma4_weights.KINDS:
+        return gemma4_weights.rows(config)
     if model_type in qwen_weights.DEFAULTS:
         return qwen_weights.rows(config, model_type)
     family = FAMILIES[model_type]
@@ -270,9 +301,9 @@ def unused(config: ViTConfig) -> tuple[str, ...]:
     patterns = [r"embeddings\.position_ids", r"embeddings\.mask_token", r"head\..*", r"pooler\..*", r"classifier\..*"]
     patterns += [r"text_model\..*", r"(?:text|visual)_projection\..*", r"logit_(?:scale|bias)"]
     if not config.last_norm:
-        patterns += [r"post_layernorm\..*", r"layernorm\..*"]
+        patterns += [r"post_layernorm\..*", r"layernorm\..*", r"norm\..*"]
     used_layers = "|".join(map(str, range(config.layers)))
-    return (*patterns, rf"encoder\.layers?\.(?!(?:{used_layers})\.)\d+\..*")
+    return (*patterns, rf"(?:encoder\.layers?|layer)\.(?!(?:{used_layers})\.)\d+\..*")
 
 
 Named = Iterator[tuple[str, str, View]]
@@ -281,7 +312,10 @@ Named = Iterator[tuple[str, str, View]]
 def _stem(c: ViTConfig, family: str) -> Named:
     kernel = View((2, 3, 1, 0), (c.width, c.channels, c.patch, c.patch))
     patch = "patch_embedding"
-    if family in ("dinov2", "vit"):
+    if family in dino_weights.DEFAULTS:
+        patch = "patch_embeddings" if family == dino_weights.DINOV3 else "patch_embeddings.projection"
+        yield from dino_weights.stem_rows(c, family)
+    elif family == "vit":
         patch = "patch_embeddings.projection"
         yield "position", "embeddings.position_embeddings", View(theirs=(1, c.grid**2 + 1, c.width))
         yield "class_token", "embeddings.cls_token", View(theirs=(1, 1, c.width))
@@ -305,16 +339,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "mlp/up": "mlp.fc1",
         "mlp/down": "mlp.fc2",
     },
-    "dinov2": {
-        "attn_norm": "norm1",
-        "attn/q": "attention.attention.query",
-        "attn/k": "attention.attention.key",
-        "attn/v": "attention.attention.value",
-        "attn/o": "attention.output.dense",
-        "mlp_norm": "norm2",
-        "mlp/up": "mlp.fc1",
-        "mlp/down": "mlp.fc2",
-    },
+    **dino_weights.NAMES,
     "vit": {
         "attn_norm": "layernorm_before",
         "attn/q": "attention.attention.query",
@@ -329,21 +354,31 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def _layer(c: ViTConfig, family: str) -> Named:
-    layer = "encoder.layer.{}" if family in ("dinov2", "vit") else "encoder.layers.{}"
+    layer = {**dict.fromkeys((*dino_weights.DINOV2, "vit"), "encoder.layer.{}"), dino_weights.DINOV3: "layer.{}"}
+    layer = layer.get(family, "encoder.layers.{}")
+    if c.gated:
+        yield from dino_weights.gated_rows(c, family, layer)
+    without_bias = (
+        {"attn/k"} if c.qkv_bias and not c.k_bias else set() if c.qkv_bias else {"attn/q", "attn/k", "attn/v"}
+    )
     for name, hf_name in _NAMES.get(family, _NAMES["clip"]).items():
+        if c.gated and name.startswith("mlp/"):
+            continue
         if name.endswith("_norm"):
             yield f"layers/{{}}/{name}/scale", f"{layer}.{hf_name}.weight", SAME
             yield f"layers/{{}}/{name}/bias", f"{layer}.{hf_name}.bias", SAME
         else:
             yield f"layers/{{}}/{name}", f"{layer}.{hf_name}.weight", TRANSPOSED
-            yield f"layers/{{}}/{name}_bias", f"{layer}.{hf_name}.bias", SAME
+            if name not in without_bias:
+                yield f"layers/{{}}/{name}_bias", f"{layer}.{hf_name}.bias", SAME
     if c.layer_scale:
         yield "layers/{}/attn_scale", f"{layer}.layer_scale1.lambda1", SAME
         yield "layers/{}/mlp_scale", f"{layer}.layer_scale2.lambda1", SAME
 
 
 def _norms(c: ViTConfig, family: str) -> Named:
-    last = "layernorm" if family in ("dinov2", "vit") else "post_layernorm"
+    last = {dino_weights.DINOV3: "norm", **dict.fromkeys((*dino_weights.DINOV2, "vit"), "layernorm")}
+    last = last.get(family, "post_layernorm")
     named = {"stem_norm": "pre_layrnorm"} if c.stem_norm else {}
     for name, hf_name in (named | ({"norm": last} if c.last_norm else {})).items():
         yield f"{name}/scale", f"{hf_name}.weight", SAME

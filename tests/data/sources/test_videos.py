@@ -17,8 +17,10 @@ from video_files import decoded, write_video
 
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
+from mmjax.data.mrope import sample_positions
 from mmjax.data.processor.image_rules import image_settings
 from mmjax.data.processor.video_rules import video_settings
+from mmjax.data.sample import prompt_only
 from mmjax.data.sources.clips import Clip, seconds_of, taken_frames
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
@@ -28,7 +30,7 @@ from mmjax.data.sources.record import Unusable
 from mmjax.data.sources.videos import Videos
 from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import make_tokenizer
-from mmjax.data.types import EncoderSpec
+from mmjax.data.types import EncoderSpec, Sample
 
 pytest.importorskip("av")
 
@@ -56,9 +58,21 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 @cache
-def values() -> dict[str, Any]:
-    with np.load(ORACLES / "values.npz") as file:
+def values(name: str = "values") -> dict[str, Any]:
+    with np.load(ORACLES / f"{name}.npz") as file:
         return dict(file)
+
+
+def rules_of_qwen2(folder: Path, **more: Any) -> SourceConfig:
+    """The settings of a folder of Qwen2.5-VL, whose only rules are those for images."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 4}}')
+    size = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 12}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "Qwen2VLImageProcessor", **size})
+    )
+    image = image_settings(str(folder))
+    return SourceConfig(**{**image, **video_settings(str(folder), image), **more})
 
 
 def folder_of(path: Path, frames: Any) -> Media:
@@ -87,6 +101,29 @@ def test_pixels_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
         assert [medium.shape[:2] for medium in made] == measure.media
         assert np.stack(made).shape == tuple(wanted[f"{name}/shape"])
         assert np.abs(np.stack(made)[:, ::STRIDE, ::STRIDE] - wanted[f"{name}/pixels"]).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_pixels_and_times_are_those_of_qwen2_vl(name: str, tmp_path: Path) -> None:
+    """Frames by another rule, each of them between two numbers of pixels; times are positions."""
+    more = {key: value for key, value in settings_of(name).items() if key != "frame_pixels"}
+    config = rules_of_qwen2(tmp_path, folder_fps=VIDEOS[name][3], **more)
+    assert (config.video, config.time_positions, config.video_pixels) == ("positions", 4.0, (1568, 9408))
+    maker, wanted = Videos("own", config, replace(SPEC, patch=14)), values("positions")
+    media = folder_of(tmp_path / "frames", named_video(name))
+    measure = maker.measure(media)
+    assert measure.clip and taken_frames(measure.clip, config) == wanted[f"{name}/frames"].tolist()
+    made = maker.media(media, measure)
+    assert np.stack(made).shape == tuple(wanted[f"{name}/shape"])
+    assert np.abs(np.stack(made)[:, ::STRIDE, ::STRIDE] - wanted[f"{name}/pixels"]).max() < 1e-6
+    assert maker.numbers(measure.clip) == tuple(wanted[f"{name}/numbers"]) and maker.seconds(measure.clip) == ()
+
+
+def test_frames_are_there_where_transformers_names_one_too_many() -> None:
+    """Of 14 of 17 frames its arithmetic names a fifteenth, behind the last."""
+    taken = taken_frames(Clip(17, 1.0), SourceConfig(video="positions", frames=14))
+    assert taken == [number * 17 // 14 for number in range(14)] and taken[-1] == 15
+    assert len(taken_frames(Clip(3, 1.0), SourceConfig(video="positions"))) == 2
 
 
 @pytest.mark.parametrize("ending", ["mp4", "avi", "mkv"])
@@ -168,6 +205,66 @@ def test_tokens_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
     assert not any(w for w, seen in zip(sample.loss_weights, sample.placeholders("vision"), strict=True) if seen)
 
 
+def test_a_video_whose_times_are_positions_stands_in_one_piece(tmp_path: Path) -> None:
+    """Without a folder's template too; a blank in place of a broken one, and a prompt, have its times."""
+    asked = ["see ", "odd", " and ", "image", " or ", "long", "what?"]
+    messages = messages_of(tmp_path, [asked, ["x"], ["again?"], ["y"]])
+    config = replace(rules_of_qwen2(tmp_path / "rules", time_positions=2.0), max_pixels=0)
+    mixture = source(tmp_path, [{"messages": messages}], config, spec=replace(SPEC, patch=14))
+    sample = mixture.sample(0)
+    assert sample.video_times == {"vision": ((0, 2), (), (0, 2, 4, 6, 8))}
+    assert [medium.shape[-1] for medium in sample.media["vision"]] == [6, 6, 3, 6, 6, 6, 6, 6]
+    runs = np.flatnonzero(np.diff(sample.placeholders("vision").astype(int))).reshape(-1, 2)
+    counts = [height * width // 28**2 for height, width, _ in (medium.shape for medium in sample.media["vision"])]
+    assert (runs[:, 1] - runs[:, 0]).tolist() == [sum(counts[:2]), counts[2], sum(counts[3:])]
+    positions = sample_positions(sample, mixture.meta(0).grids, {"vision": replace(SPEC, patch=14)})
+    first, last = runs[2]
+    assert sorted(set(positions[first + 1 : last + 1, 0] - positions[first + 1, 0])) == [0, 2, 4, 6, 8]
+    assert positions[last + 1, 0] + 1 == positions[last + 2, 0]
+    assert prompt_only(sample).video_times == sample.video_times
+    (tmp_path / "odd.mkv").write_bytes(b"gone")
+    broken = mixture.sample(0)
+    assert broken.broken and broken.video_times == sample.video_times
+    sample_positions(broken, mixture.meta(0).grids, {"vision": replace(SPEC, patch=14)})
+
+
+def test_a_prompt_has_the_times_of_its_own_videos() -> None:
+    ids: Any = {
+        "question": "",
+        "answer": "",
+        "media_tokens": {"vision": 9},
+        "video_times": {"vision": ((0, 1), (), (0,))},
+    }
+    media = {"vision": tuple(np.zeros((28, 28, 3), np.float32) for _ in range(4))}
+    tokens = np.array([9, 9, 1, 9, 2, 9], np.int32)
+    of = Sample(tokens=tokens, loss_weights=np.ones(6), media=media, prompt=5, prompt_media={"vision": 3}, **ids)
+    assert prompt_only(of).video_times == {"vision": ((0, 1), ())}
+
+
+def test_positions_of_times_need_an_axis_for_them() -> None:
+    with pytest.raises(ConfigError, match=r"own/Source.video='positions': the LLM's positions have no axis of time"):
+        SourceConfig(video="positions").check_axes("own", "")
+    SourceConfig(video="positions").check_axes("own", "rope_sections")
+    SourceConfig(video="timestamps").check_axes("own", "")
+
+
+@pytest.mark.parametrize(
+    ("rules", "reason"),
+    [
+        ({"cap_pixels_per_frame": True}, "has cap_pixels_per_frame=True: it bounds all frames together"),
+        ({"size": "large"}, "has values that no processor writes"),
+        ({"do_resize": False}, "has do_resize=False"),
+    ],
+)
+def test_rules_of_qwen2_vl_that_are_not_there_are_refused(rules: Any, reason: str, tmp_path: Path) -> None:
+    image = {"mean": rules_of_qwen2(tmp_path).mean, "std": rules_of_qwen2(tmp_path).std, "resample": "bicubic"}
+    written = {"video_processor_type": "Qwen2VLVideoProcessor", **rules}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError) as refusal:
+        video_settings(str(tmp_path), image)
+    assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+
+
 def test_a_broken_video_is_named_and_the_others_stay(tmp_path: Path) -> None:
     frames = named_video("odd")
     whole = write_video(tmp_path / "good.mp4", frames[:, :64, :64], 4.0).read_bytes()
@@ -214,7 +311,10 @@ def test_a_video_that_breaks_later_becomes_blank_and_is_named(tmp_path: Path) ->
         ({"pixel_limit": 1000}, "64x64 pixels; Source.pixel_limit is 1000"),
         ({"frame_limit": 8}, "frames or more; Source.frame_limit is 8"),
         ({"frames": 12}, "a video of 9 frames; Source.frames is 12"),
-        ({"video": ""}, "it has a video, and Source.video='' takes none; set it to 'timestamps'"),
+        (
+            {"video": ""},
+            "it has a video, and Source.video='' takes none; set it to 'timestamps'",
+        ),
     ],
 )
 @pytest.mark.parametrize("ending", ["mp4", "mkv"])
