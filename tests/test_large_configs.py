@@ -1,6 +1,6 @@
 """The configurations with experts for H100s: published sizes, layouts, and dry runs that fit.
 
-Layouts of `qwen3_moe_vlm` and `bigmac_understanding_plan` are those of `mmjax.plan`, of the others those of the paper.
+Layouts of `qwen3_moe_vlm` and of both `_plan` are those of `mmjax.plan`, of the others those of the paper.
 """
 
 from __future__ import annotations
@@ -37,12 +37,18 @@ LAYOUTS = {
         "llm": replace(SPLIT, dp=4),
         "painter": replace(PULLED, dp=2, tp=8),
     },
+    "bigmac_generation_plan": {
+        "vision": Layout(lanes=2, dp=8, tp=4),
+        "llm": replace(SPLIT, dp=16, pp=2, chunks=1, cp=2),
+        "painter": Layout(lanes=2, dp=8, tp=4),
+    },
 }
 RUNS = {
     "qwen3_moe_vlm": (32, "1f1b", 0.05),
     "bigmac_understanding": (32, "nested", 0.08),
     "bigmac_understanding_plan": (16, "nested", 0.05),
     "bigmac_generation": (32, "nested", 0.08),
+    "bigmac_generation_plan": (8, "nested", 0.08),
 }
 """Microbatches, schedule, and the most of the devices' time that a step has idle."""
 PARAMETERS = {
@@ -50,6 +56,7 @@ PARAMETERS = {
     "bigmac_understanding": {"vision": 1.33e9, LLM: 30.53e9},
     "bigmac_understanding_plan": {"vision": 1.33e9, LLM: 30.53e9},
     "bigmac_generation": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
+    "bigmac_generation_plan": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
 }
 SHORT = ("llm/Decoder.layers=8", "vision/ViT.layers=2")
 
