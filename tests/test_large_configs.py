@@ -1,6 +1,6 @@
 """The configurations with experts for H100s: published sizes, layouts, and dry runs that fit.
 
-Layouts of `qwen3_moe_vlm` are those of `mmjax.plan`, of the others those of the paper.
+Layouts of `qwen3_moe_vlm` and of both `_plan` are those of `mmjax.plan`, of the others those of the paper.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from trial_runs import REPOSITORY
 
+from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.model import build_model
 from mmjax.config import load_config
 from mmjax.data.loader import tokenizer_of
@@ -27,22 +28,35 @@ SPLIT = Layout(dp=2, pp=4, chunks=2, cp=4, ep=8, ep_way="all-to-all")
 LAYOUTS = {
     "qwen3_moe_vlm": {"vision": Layout(dp=4, tp=2), "llm": Layout(dp=4, pp=2, tp=2, ep=4, ep_way="all-to-all")},
     "bigmac_understanding": {"vision": replace(SEGMENTS, dp=2), "llm": SPLIT},
+    "bigmac_understanding_plan": {
+        "vision": replace(SEGMENTS, dp=4, lanes=2, shard="states", gather="layer"),
+        "llm": replace(SPLIT, dp=4, pp=2),
+    },
     "bigmac_generation": {
         "vision": replace(SEGMENTS, dp=4),
         "llm": replace(SPLIT, dp=4),
         "painter": replace(PULLED, dp=2, tp=8),
     },
+    "bigmac_generation_plan": {
+        "vision": Layout(lanes=2, dp=8, tp=4),
+        "llm": replace(SPLIT, dp=16, pp=2, chunks=1, cp=2),
+        "painter": Layout(lanes=2, dp=8, tp=4),
+    },
 }
 RUNS = {
     "qwen3_moe_vlm": (32, "1f1b", 0.05),
     "bigmac_understanding": (32, "nested", 0.08),
+    "bigmac_understanding_plan": (16, "nested", 0.05),
     "bigmac_generation": (32, "nested", 0.08),
+    "bigmac_generation_plan": (8, "nested", 0.08),
 }
 """Microbatches, schedule, and the most of the devices' time that a step has idle."""
 PARAMETERS = {
     "qwen3_moe_vlm": {"vision": 0.41e9, LLM: 30.53e9},
     "bigmac_understanding": {"vision": 1.33e9, LLM: 30.53e9},
+    "bigmac_understanding_plan": {"vision": 1.33e9, LLM: 30.53e9},
     "bigmac_generation": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
+    "bigmac_generation_plan": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
 }
 SHORT = ("llm/Decoder.layers=8", "vision/ViT.layers=2")
 
@@ -65,6 +79,20 @@ def test_models_have_the_published_sizes(name: str) -> None:
     for module, size in PARAMETERS[name].items():
         assert counted[module] == pytest.approx(size, rel=0.01), module
     assert counted[projector_name("vision")] > 2048**2, "two layers"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bigmac_understanding_plan",
+        *(pytest.param(f"bigmac_{name}", marks=pytest.mark.long) for name in ("understanding", "generation")),
+    ],
+)
+def test_each_rank_of_an_encoders_cp_has_a_whole_picture(name: str) -> None:
+    recipe = load(name)
+    packer = build_packer(recipe, tokenizer_of(recipe.data.settings, recipe.model.media))
+    layout, ((_, width),) = recipe.model.layouts["vision"], packer.buckets_of("vision")
+    assert packer.worst and width // layout.cp >= packer.worst.patches["vision"] and layout.cp == 4
 
 
 @pytest.mark.long

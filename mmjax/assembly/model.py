@@ -174,6 +174,11 @@ def split_of(module: Module, layout: Layout) -> Split:
     return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
 
 
+def _abreast(module: Module, layout: Layout) -> int:
+    """Media of a row of an encoder whose buckets are not configured: one for each rank of cp that takes whole ones."""
+    return layout.cp if cp_tokens(module, layout) == "segments" else 1
+
+
 def encoder_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
     """The specs of the encoders and generators with media of their own by name, for those who read samples.
 
@@ -198,6 +203,7 @@ def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
         name: replace(
             spec,
             buckets=per_cell(model[name].packing.given, cells),
+            abreast=_abreast(modules[name], model[name].layout),
             reads=tuple((source, indices[source, name]) for source in model.sources(name)),
             text_index=indices.get((name, LLM)),
         )

@@ -15,6 +15,7 @@ from mmjax.configurable import ConfigError
 from mmjax.data.buckets import per_cell
 from mmjax.data.loader import make_packer
 from mmjax.data.packing import Packer
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.send_lists import list_shapes
 from mmjax.data.source import Source
 from mmjax.data.tokenizer import Tokenizer
@@ -70,13 +71,18 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
       packer: the run's packer, as ``build_packer(recipe, tokenizer)`` makes it.
       rows: samples of a microbatch, ``global_batch // microbatches``.
     """
-    empty = replace(packer, lists=False).microbatch([], rows)
+    packed = replace(packer, lists=False)
+    no_rows = packed.fill(packed.plan_microbatch([], rows), {}, ProcessRows(cells={}))  # they have shapes alone
+    empty: dict[str, dict[str, Any]] = {
+        module: {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+        for module, arrays in no_rows.inputs.items()
+    }
     counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
     for buckets in itertools.product(*map(range, counts.values())):
-        inputs: dict[str, Any] = dict(empty.inputs)
+        inputs: dict[str, Any] = dict(empty)
         for name, bucket in zip(counts, buckets, strict=True):
             rows_per_cell, width = packer.buckets_of(name)[bucket]
-            arrays, rows = empty.inputs[name], rows_per_cell * packer.cells
+            arrays, rows = empty[name], rows_per_cell * packer.cells
             scaled = {k: a.shape[1] * width // arrays["segments"].shape[1] for k, a in arrays.items()}
             inputs[name] = {
                 k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in arrays.items()

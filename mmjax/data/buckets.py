@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from mmjax.data.split import UNSPLIT, Split
 from mmjax.data.types import EncoderSpec, SampleMeta, WorstCase
 
 Bucket = tuple[int, int]
+Count = TypeVar("Count", int, np.ndarray)
 _NONE: Mapping[str, float] = MappingProxyType({})
 _WIDTHS, _HEIGHTS = 8, 32
 """The most candidates: widths from sizes of segments, and as many from sizes of cells; numbers of rows per width."""
@@ -80,7 +82,7 @@ def fill_buckets(
     If no configured bucket does, one is added, since the rows that a cell needs depend on the layouts. Packing media of
     at most p patches into rows of T needs at most ceil(media / floor(T / p)) rows, since first fit opens a row only
     when the others hold floor(T / p) media or more. An encoder without configured buckets gets one, with a row for each
-    medium.
+    medium, or for as many as `EncoderSpec.abreast`.
 
     Args:
       encoders: specs by name, {"vision": EncoderSpec(…)}, whose `buckets` are the configured (rows per cell, patches
@@ -168,7 +170,7 @@ def _with_buckets(name: str, spec: EncoderSpec, worst: WorstCase, *, rows_per_ce
     media = worst.media.get(name, 0) * rows_per_cell
     largest = _largest(name, spec, worst)
     if not spec.buckets:
-        return replace(spec, buckets=((max(1, media), largest),))
+        return replace(spec, buckets=((max(1, -(-media // spec.abreast)), spec.abreast * largest),))
     for _, width in spec.buckets:
         if width % spec.patches_per_token:
             merge, unit = "merge²" if spec.axes == 2 else "merge", spec.patches_per_token
@@ -214,6 +216,7 @@ class Cells:
       widest: the largest width of a row; 0 = any.
       split: how rows are split over ranks, which rounds widths up.
       pairs: see `compute`.
+      abreast: number of equal parts of a row, of which each has whole segments; widths and rows are those of parts.
     """
 
     sizes: Sequence[Sequence[Sequence[int]]]
@@ -222,6 +225,11 @@ class Cells:
     widest: int = 0
     split: Split = UNSPLIT
     pairs: float = 0.0
+    abreast: int = 1
+
+    def whole_rows(self, parts: Count) -> Count:
+        """A number of parts, or an array of numbers, rounded up to those of whole rows."""
+        return -(-parts // self.abreast) * self.abreast
 
     @property
     def real(self) -> float:
@@ -293,12 +301,14 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
             pairs=pairs,
         )
     spec, media = packer.encoders[module], worst.media.get(module, 0)
+    split = packer.splits.get(module, Split(unit=spec.patches_per_token))
     return Cells(
         sizes=sizes,
         largest=_largest(module, spec, worst),
         most=max(1, media * per_cell),
-        split=packer.splits.get(module, Split(unit=spec.patches_per_token)),
+        split=split if spec.abreast == 1 else Split(unit=split.unit),
         pairs=pairs,
+        abreast=spec.abreast,
     )
 
 
@@ -318,13 +328,16 @@ def choose(cells: Cells, count: int) -> ChosenBuckets:
     widths = _widths(cells)
     rows_NW = np.array([_rows(of_microbatch, widths) for of_microbatch in cells.sizes], np.int64)
     rows_NW = rows_NW.reshape(-1, len(widths))
+    wide_enough = rows_NW < _NEVER
+    rows_NW[wide_enough] = cells.whole_rows(np.maximum(rows_NW[wide_enough], 1))
     best = shortest_chain(rows_NW, widths, tops=_tops(cells, widths), count=count, pairs=cells.pairs)
     real, padded = cells.real, _padded(rows_NW, widths, best, cells.pairs)
     alone = _padded(rows_NW, widths, best[-1:], cells.pairs)
     per_microbatch = sum(map(len, cells.sizes)) / max(1, len(cells.sizes))  # a bucket is the shape of every cell
     shares = [1 - real / (total * per_microbatch) if total else 0.0 for total in (padded, alone)]
     # Widths are not rounded here: the packer rounds them for its layout, which may change when a run goes on.
-    allowed = tuple((rows, min(width, cells.widest or width)) for rows, width in best)
+    parts = cells.abreast
+    allowed = tuple((rows // parts, parts * min(width, cells.widest or width)) for rows, width in best)
     return ChosenBuckets(buckets=allowed, padding=shares[0], alone=shares[1], microbatches=len(cells.sizes))
 
 
@@ -420,4 +433,5 @@ def _spread_over(values: np.ndarray, count: int) -> list[int]:
 
 def _tops(cells: Cells, widths: Sequence[int]) -> list[Bucket]:
     """The bucket that holds the worst case, for every width with which this is possible; see `fill_buckets`."""
-    return [(-(-cells.most // (width // cells.largest)), width) for width in widths if width >= cells.largest]
+    wide = (width for width in widths if width >= cells.largest)
+    return [(cells.whole_rows(-(-cells.most // (width // cells.largest))), width) for width in wide]

@@ -34,6 +34,7 @@ class EncoderSpec:
       axes: axes of a medium, 2 for images and 1 for recordings.
       special: number of positions of a medium without a patch, such as a class token. They come before its patches.
       buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
+      abreast: media that a row of a derived bucket has room for: one for each rank of cp that takes whole media.
       longest: the most patches along a side of a medium; 0 = any.
       bounded_by: the field of the configuration that sets `longest`.
       boundless: the value of the setting `positions` with which there is no such bound.
@@ -56,6 +57,7 @@ class EncoderSpec:
     axes: int = 2
     special: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
+    abreast: int = 1
     longest: int = 0
     bounded_by: str = ""
     boundless: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -79,11 +80,12 @@ def trace_memory(
     tps: Mapping[str, tuple[int, ...]],
     widths: Mapping[str, int],
     gradients: Mapping[str, float],
-) -> dict[str, dict[int, StageMemory]]:
-    """Bytes that a row of a module, of its width, needs on a device, by module and tp.
+) -> Callable[[str, int], StageMemory]:
+    """A function that gives the bytes that a row of a module, of its width, needs on a device, from its name and tp.
 
-    Every tp is traced: what a program needs is a maximum over its moments, each of which tp cuts differently. Bytes are
-    linear in the number of rows; the part that does not depend on rows is taken as proportional to 1/tp.
+    A tp is traced when it is first read: what a program needs is a maximum over its moments, each of which tp cuts
+    differently. Bytes are linear in the number of rows; the part that does not depend on rows is taken as proportional
+    to 1/tp.
 
     Args:
       recipe: the run's configuration, in which no `remat` is "auto".
@@ -97,22 +99,27 @@ def trace_memory(
         {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
         for number in range(max(map(len, tps.values())))
     ]
-    layouts = [{name: Layout(tp=tp) for name, tp in round_tps.items()} for round_tps in rounds]
-    few = _stages(recipe, model, _rows_of(packer, ROWS // 2, model, rounds[0]), layouts[0], split=False)
-    shapes = [_rows_of(packer, ROWS, model, round_tps) for round_tps in rounds]
-    many = [_stages(recipe, model, inputs, of_round) for inputs, of_round in zip(shapes, layouts, strict=True)]
-    memory: dict[str, dict[int, StageMemory]] = {name: {} for name in tps}
-    for name, lowest in rounds[0].items():
-        before, after = (_Traced.of(stages, name) for stages in (few, many[0]))
+
+    def trace(number: int, rows: int, *, split: bool = True) -> tuple[InputShapes, tuple[Stages, Stages]]:
+        """The inputs and the stages of a round: those of all modules, each with its tp of the round."""
+        inputs = _rows_of(packer, rows, model, rounds[number])
+        layouts = {name: Layout(tp=tp) for name, tp in rounds[number].items()}
+        return inputs, _stages(recipe, model, inputs, layouts, split=split)
+
+    few = cache(lambda: trace(0, ROWS // 2, split=False)[1])
+    many = cache(lambda number: trace(number, ROWS))
+
+    @cache
+    def memory(name: str, tp: int) -> StageMemory:
+        before, after = (_Traced.of(stages, name) for stages in (few(), many(0)[1]))
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         # Programs may give the gradients of all their layers, where products do not add to the sums.
         gradient = min(fixed[1] / 2, gradients[name])
-        for round_tps, inputs, stages in zip(rounds, shapes, many, strict=True):
-            shrunk = lowest / round_tps[name]
-            rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
-            memory[name][round_tps[name]] = _Traced.of(stages, name).memory(
-                rows, [size * shrunk for size in fixed], gradient / round_tps[name]
-            )
+        number = max(number for number, round_tps in enumerate(rounds) if round_tps[name] == tp)
+        inputs, stages = many(number)
+        rows, shrunk = ROWS * inputs[name]["segments"].shape[1] / widths[name], rounds[0][name] / tp
+        return _Traced.of(stages, name).memory(rows, [size * shrunk for size in fixed], gradient / tp)
+
     return memory
 
 

@@ -73,7 +73,7 @@ def read_work(
       ConfigError: a setting does not fit the data.
     """
     options = options or {}
-    recipe = _with_option(recipe, options, 0)
+    recipe = _in_narrow_rows(_with_option(recipe, options, 0))
     source = source or open_source(recipe, split="train")
     tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
@@ -97,8 +97,10 @@ def read_work(
             work = module_work(recipe, model, name, width, shares if name == LLM else None)
             experts = traced_experts(recipe, model, packer, name, work, legal[name])
             experts = replace(experts, fullest=fullest) if experts else None
-            memory = TracedLater(legal[name], lambda tp: traced()[name][tp])
-            return replace(work, rows=rows / _samples(recipe), memory=memory, real=real[name], experts=experts)
+            memory = TracedLater(legal[name], lambda tp: traced()(name, tp))
+            longest = longest_medium(model, packer, name)
+            sizes = {"rows": rows / _samples(recipe), "longest": longest, "real": real[name]}
+            return replace(work, memory=memory, experts=experts, **sizes)
 
         return work_of
 
@@ -119,6 +121,23 @@ def _with_option(recipe: Recipe, options: Mapping[str, Sequence[str]], number: i
     for name, values in options.items():
         recipe = with_remat(recipe, [name], values[min(number, len(values) - 1)])
     return recipe
+
+
+def _in_narrow_rows(recipe: Recipe) -> Recipe:
+    """The recipe without wider rows for ranks of cp that take whole media, so that work does not depend on its cp."""
+    segments = (name for name, layout in recipe.model.layouts.items() if layout.cp_tokens == "segments")
+    layouts = {name: replace(recipe.model.layouts[name], cp_tokens="lpt") for name in segments}
+    return replace(recipe, model=recipe.model.map(lambda node: node.at(layouts.get(node.name, node.layout))))
+
+
+def longest_medium(model: MultimodalModel, packer: Packer, name: str) -> int:
+    """Positions of the longest medium of a module; 0 where ranks of cp cannot have whole media.
+
+    model, packer: as `build_model(recipe, tokenizer)` and `build_packer(recipe, tokenizer)` make them.
+    """
+    if name == LLM or model.nodes[name].module.in_order or not packer.worst:
+        return 0
+    return packer.encoders[name].prefix + packer.worst.patches.get(name, 0)
 
 
 def padded_rows(recipe: Recipe, packer: Packer) -> dict[str, tuple[float, int]]:

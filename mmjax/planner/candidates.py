@@ -15,6 +15,8 @@ rows are long may have cp (`contexts`), each module its own.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -317,7 +319,8 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
 
     The LLM always has several stages. An encoder without lanes is on its first stage, a generator on its last. Less tp
     sends less, and more tp means fewer activations a device, so every tp is tried. The LLM's submeshes are cut into the
-    fewest lanes in which a module fits, since each lane has microbatches of its own.
+    fewest lanes in which a module fits, since each lane has microbatches of its own. If LLM rows hold several samples,
+    ranks of a lane are also tried with the media of the LLM's cells in place of samples of their own.
 
     Args:
       work: `Work`, what the modules compute, as `read_work(recipe)` gives it.
@@ -335,11 +338,12 @@ def nested(work: Work, devices: int, node: int) -> Iterator[Candidate]:
             }
             if any(layout.tp not in work.modules[name].memory for name, layout in unlaned.items()):
                 continue
+            if len(laned) + len(unlaned) < len(work.modules) - 1:
+                continue
             for tp in sorted({tp for name in laned for tp in work.modules[name].memory if tp <= node}):
-                in_lanes = {name: _in_lanes(work, name, llm, microbatches, most_tp=tp) for name in laned}
-                layouts = unlaned | {name: layout for name, layout in in_lanes.items() if layout} | {LLM: llm}
-                if len(layouts) == len(work.modules):
-                    ordered = _in_order(work, layouts)
+                in_lanes = [_in_lanes(work, name, llm, microbatches, most_tp=tp) for name in laned]
+                for chosen in itertools.product(*in_lanes):
+                    ordered = _in_order(work, {**unlaned, **dict(zip(laned, chosen, strict=True)), LLM: llm})
                     yield Candidate(mode=NESTED, layouts=ordered, microbatches=microbatches, schedule="nested")
 
 
@@ -353,16 +357,40 @@ def _laned_sets(work: Work) -> list[tuple[str, ...]]:
     return sorted(names for names in {work.encoders, work.generators, both} if names)
 
 
-def _in_lanes(work: Work, name: str, llm: Layout, microbatches: int, *, most_tp: int) -> Layout | None:
-    """The layout of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most_tp`, or None."""
+def _in_lanes(work: Work, name: str, llm: Layout, microbatches: int, *, most_tp: int) -> list[Layout]:
+    """Layouts of a module with the fewest lanes over the LLM's ranks and its largest tp up to `most_tp`.
+
+    There are up to two: ranks of a lane share samples, or the media of the LLM's cells (`_with_whole_media`).
+    """
     samples = work.global_batch // microbatches
+    dealt = list[Layout]()
     tp = max((tp for tp in work.modules[name].memory if tp <= most_tp), default=0)
     most_parts = min(microbatches, max(llm.pp, MOST_LANES)) // llm.pp
     for parts in divisors(llm.stage_size, most_parts) if tp else ():
         dp, remainder = divmod(llm.stage_size, parts * tp)
-        if not remainder and samples % dp == 0:
-            return Layout(tp=tp, dp=dp, lanes=llm.pp * parts)
-    return None
+        if remainder:
+            continue
+        layout = Layout(tp=tp, dp=dp, lanes=llm.pp * parts)
+        dealt = dealt or _with_whole_media(work, name, layout, llm, samples)
+        if samples % dp == 0:
+            return [layout, *dealt]
+    return dealt
+
+
+def _with_whole_media(work: Work, name: str, layout: Layout, llm: Layout, samples: int) -> list[Layout]:
+    """The layout with cp in place of the dp that the LLM does not have, whose ranks each have whole media; or nothing.
+
+    Packing crosses no cell, so LLM rows that several samples share are padded if an encoder has more dp than the LLM.
+    With cp, the media of a cell are shared instead. There have to be enough of them.
+
+    samples: samples of a microbatch.
+    """
+    module, dp = work.modules[name], math.gcd(layout.dp, llm.dp)
+    cp = layout.dp // dp
+    enough = module.rows * samples >= cp * llm.dp
+    if cp == 1 or not module.ring or not module.longest or not enough or work.modules[LLM].rows >= 1:
+        return []
+    return [replace(layout, dp=dp, cp=cp, cp_way="need", cp_tokens="segments")]
 
 
 def apart(work: Work, plan: Plan, fleet: Fleet) -> Candidate:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from mmjax.configurable import ConfigError
-from mmjax.mesh.layout import SHARDS
+from mmjax.mesh.layout import SHARDS, cell_count
 from mmjax.planner.candidates import Candidate, leaner
+from mmjax.planner.cost import ROUNDING
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.fit import DoesNotFit
 from mmjax.planner.fleet import Fleet
@@ -78,15 +79,22 @@ def _room(fleet: Fleet, estimate: Estimate, stage: str) -> float:
 
 
 def proportional(work: Work) -> RowsOf:
-    """A function from a candidate to its rows, in proportion to the samples of a microbatch; it refuses no candidate.
+    """A function from a candidate to its rows, in proportion to the samples of a cell; it refuses no candidate.
 
-    It returns (rows on all ranks, positions of a row) by module: {"llm": (7.5, 4096)}; rows are not always whole. The
-    work is that of a model on its data, as `read_work(recipe)` gives it.
+    It returns (rows on all ranks, positions of a row) by module: {"llm": (8, 4096)}. Rows are whole in each cell, since
+    packing crosses no cell: a candidate with more dp has rows that are padded. Rows of ranks of cp that have whole
+    media are wider. The work is that of a model on its data, as `read_work(recipe)` gives it.
     """
 
     def rows_of(candidate: Candidate) -> RowShapes:
-        samples = work.global_batch // candidate.microbatches
-        return {name: (module.rows * samples, module.width) for name, module in work.modules.items()}
+        samples, cells = work.global_batch // candidate.microbatches, cell_count(candidate.layouts.values())
+        shapes: dict[str, tuple[float, int]] = {}
+        for name, module in work.modules.items():
+            layout = candidate.layouts[name]
+            wide = layout.cp if module.has_whole_media(layout, layout.cp * module.width) else 1
+            in_cell = module.rows * samples / (cells * wide)
+            shapes[name] = cells * math.ceil(in_cell * (1 - ROUNDING)), wide * module.width
+        return shapes
 
     return rows_of
 

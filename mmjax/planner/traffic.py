@@ -68,8 +68,9 @@ def exchange_seconds(
     """Seconds, in forward and backward of a microbatch, by which cp's exchange of keys and values delays a stage.
 
     Attention hides "ring", and "gather" after its first chunk of heads. Nothing hides that chunk, "need" or
-    "all-to-all". Both times are 0 if cp ranks share no rows; backward is 0 if the stage has none. Ranks have the same
-    work, also in each round of a ring. A backward with recompute exchanges again. See `mmjax.attention.exchange`.
+    "all-to-all". Both times are 0 if cp ranks share no rows, or need nothing of each other since they have whole media;
+    backward is 0 if the stage has none. Ranks have the same work, also in each round of a ring. A backward with
+    recompute exchanges again. See `mmjax.attention.exchange`.
 
     Args:
       module: the work of the module, such as `read_work(recipe).modules["llm"]`.
@@ -81,7 +82,7 @@ def exchange_seconds(
       gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
     """
     ranks = module.context(layout)
-    if ranks == 1:
+    if ranks == 1 or _needs_nothing(module, layout, shape):
         return 0.0, 0.0
     size = _ring_bytes(module, layout, shape)
     share = module.attention / module.forward.of(part)
@@ -99,6 +100,11 @@ def exchange_seconds(
             seconds = _all_to_all_seconds(module, layout, gather, size, gradient_ratio=gradient_ratio)
     forward, backward = (part.layers * layer for layer in seconds)
     return forward, (backward + forward * (module.recompute.layer > 0)) if compute.backward else 0.0
+
+
+def _needs_nothing(module: ModuleWork, layout: Layout, shape: tuple[float, int]) -> bool:
+    """Whether cp ranks exchange only the keys that they need, and need none: each has whole media."""
+    return layout.cp_way == "need" and module.has_whole_media(layout, shape[1])
 
 
 def _ring_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]) -> float:
@@ -174,7 +180,7 @@ def _all_to_all_seconds(
 def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int], gradient_ratio: float = 2.0) -> float:
     """Bytes of keys and values of other cp ranks, and of their gradients, that a rank holds while a backward runs.
 
-    They are those of one layer, and 0 without cp.
+    They are those of one layer, and 0 without cp or where ranks need nothing of each other.
 
     Args:
       module: the work of the module, such as `read_work(recipe).modules["llm"]`.
@@ -183,7 +189,7 @@ def exchanged_bytes(module: ModuleWork, layout: Layout, shape: tuple[float, int]
       gradient_ratio: bytes of a number in sums of gradients over the bytes of a number in the computation.
     """
     ranks = module.context(layout)
-    if ranks == 1:
+    if ranks == 1 or _needs_nothing(module, layout, shape):
         return 0.0
     size = _ring_bytes(module, layout, shape)
     if layout.cp_way == "gather":  # a chunk of heads, the next chunk, and the gradients of the first

@@ -60,15 +60,16 @@ def _with_context(module: ModuleWork, layout: Layout) -> list[Layout]:
 def exchanged(estimate: Estimate) -> Candidate | None:
     """The candidate with the shortest cp method for each module, of "gather" and "all-to-all".
 
-    The time of a ring depends on the fullest rank of each round, which an estimate does not have. None if another
-    method gains less than `CP_METHOD_GAIN`.
+    The time of a ring depends on the fullest rank of each round, which an estimate does not have. Ranks with whole
+    media exchange nothing, so theirs stays. None if another method gains less than `CP_METHOD_GAIN`.
 
     estimate: a candidate in seconds and bytes, as `finalists.estimated` gives it or `PlanChoice` has it.
     """
     candidate, layouts = estimate.candidate, dict(estimate.candidate.layouts)
     for name, layout in candidate.layouts.items():
         heads = estimate.work.modules[name].heads[0] // layout.tp
-        if layout.cp > 1 and heads % layout.cp == 0:
+        whole_media = estimate.work.modules[name].has_whole_media(layout, estimate.rows[name][1])
+        if layout.cp > 1 and heads % layout.cp == 0 and not whole_media:
             options = [replace(layout, cp_way=method) for method in ("gather", "all-to-all")]
             layouts[name] = min(options, key=lambda option, name=name: _quick(estimate, {**layouts, name: option}))
     gain = estimate.quick - _quick(estimate, layouts)

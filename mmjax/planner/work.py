@@ -232,6 +232,7 @@ class ModuleWork:
       heads: query heads, and key/value heads.
       carried: bytes of a row's activation between two stages of the module.
       output_bytes: bytes of a row's activation from the module to other modules.
+      longest: positions of its longest medium; 0 where ranks of cp cannot have whole media.
       together: positions that make one token for other modules; 0 if other modules always take whole rows.
       blended: number of its tokens whose mean is one position of another module.
       memory: by tp, the bytes that a device needs; for every tp that divides the module's sizes.
@@ -258,6 +259,7 @@ class ModuleWork:
     heads: tuple[int, int] = (1, 1)
     carried: float = 0.0
     output_bytes: float = 0.0
+    longest: int = 0
     together: int = 0
     blended: int = 1
     memory: Mapping[int, StageMemory] = field(default_factory=dict, hash=False)
@@ -335,6 +337,10 @@ class ModuleWork:
     def context(self, layout: Layout) -> int:
         """Number of cp ranks that share the positions of a row; 1 if each of them computes whole rows."""
         return layout.cp if self.ring else 1
+
+    def has_whole_media(self, layout: Layout, width: int) -> bool:
+        """Whether each of the cp ranks that share rows of `width` positions has whole media, and so all of its keys."""
+        return layout.cp_tokens == "segments" and 0 < self.longest <= width // layout.cp
 
     @property
     def has_backward(self) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from trial_runs import write_tiny
 
 from mmjax import jax_compat
 from mmjax.assembly.assembly import assemble, place
 from mmjax.assembly.batches import own_rows
+from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.model import build_modules, splits_of
+from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
+from mmjax.data.loader import tokenizer_of
 from mmjax.jax_compat import PlannedDevice
 from mmjax.mesh.routing import LeaderRouting, SlicedRouting
 from mmjax.mesh.world import World
@@ -97,3 +101,23 @@ def test_rows_are_as_wide_as_ranks_of_cp_and_tp_can_share(tmp_path):
     assert {name: (own.ranks, own.unit) for name, own in splits_of(unshared).items()} == {"llm": (3, 1)}
     shapes = place(config).shapes.values()
     assert all(of["llm"]["tokens"].shape[1] % 6 == of["vision"]["patches"].shape[1] % (2 * merge) == 0 for of in shapes)
+
+
+@pytest.mark.parametrize("buckets", [(), 1, 4], ids=["derived", "one bucket", "four buckets"])
+def test_ranks_of_cp_have_whole_media_in_rows_that_are_not_given(tmp_path, buckets):
+    """With a row for each medium, every medium would lie on all ranks, and these would exchange its keys."""
+    degrees = ("vision/Layout.dp=1", "vision/Layout.cp=2", "vision/Layout.cp_tokens='segments'")
+    config = load_config([write_tiny(tmp_path)], (*degrees, f"vision/Packing.buckets={buckets}"))
+    source = open_source(config, split="train")
+    packer = build_packer(config, tokenizer_of(config.data.settings, config.model.media), source=source)
+    metas = [source.meta(index) for index in range(config.train.global_batch // config.train.microbatches)]
+    plan = packer.plan_microbatch(metas, len(metas)).encoders["vision"]
+    (places,), (rows, width) = plan.places, packer.buckets_of("vision")[plan.bucket]
+    sizes = [size for meta in metas for size in meta.segments("vision")]
+    assert len(places) == len(sizes) > rows > 0
+    segments_RT = np.zeros((rows, width), np.int32)
+    for number, ((row, start), size) in enumerate(zip(places, sizes, strict=True)):
+        segments_RT[row, start : start + size] = number + 1
+    for segments_T in segments_RT:
+        ranks = segments_T[packer.splits["vision"].order_of_row({"segments": segments_T})].reshape(2, -1)
+        assert not set(ranks[0][ranks[0] > 0]) & set(ranks[1])

@@ -347,12 +347,16 @@ def test_images_that_learned_positions_do_not_reach_are_refused():
 
 
 def test_buckets_are_derived_from_the_worst_case_or_hold_it():
-    def fill(*buckets: tuple[int, int], special: int = 0, **bounds: int) -> tuple[tuple[int, int], ...]:
-        encoders = {"vision": EncoderSpec(patch=4, merge=2, special=special, buckets=buckets)}
+    def fill(
+        *buckets: tuple[int, int], special: int = 0, abreast: int = 1, **bounds: int
+    ) -> tuple[tuple[int, int], ...]:
+        encoders = {"vision": EncoderSpec(patch=4, merge=2, special=special, buckets=buckets, abreast=abreast)}
         return fill_buckets(encoders, worst(**bounds), rows_per_cell=3, sequence_length=32)["vision"].buckets
 
     assert fill() == ((6, 12),)
     assert fill(media=0, patches=0) == ((1, 4),)
+    assert fill(abreast=2) == ((3, 24),) and fill(abreast=4) == ((2, 48),)
+    assert fill((2, 24), abreast=4) == fill((2, 24)), "buckets that are given stay as they are"
     assert fill(special=1) == fill(special=4) == ((6, 16),) and fill(special=5) == ((6, 20),)
     assert fill((2, 24), special=1) == ((2, 24), (6, 24))
     assert fill((3, 24), (1, 24)) == ((1, 24), (3, 24))

@@ -148,7 +148,7 @@ def test_another_way_is_taken_where_heads_divide_and_nothing_hides_the_gather() 
 
 def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
     """An image token may stand at every place of a row, so a list has as many as a rank has places."""
-    plain = vlm(LONG, images=64.0)  # half of a row
+    plain = vlm(LONG, global_batch=16, images=64.0)  # half of a row
     vision = replace(plain.modules["vision"], together=1)
     work = replace(plain, modules={**plain.modules, "vision": vision})
     fleet = Fleet(kinds={"": DeviceKind(clock=clock(work), devices=24, memory=H100.memory)})
@@ -163,7 +163,7 @@ def test_ranks_get_lists_of_tokens_where_these_are_shorter() -> None:
         listed, in_rows = (estimate(model_work, cp, dp) for model_work in (work, plain))
         assert listed.list_share("vision", "llm") == share and in_rows.list_share("vision", "llm") == 1
         (edge,) = (edge for edge in listed.graph.edges if edge.src == "vision.0")
-        output = vision.output_bytes * 64
+        output = vision.output_bytes * 128  # of two samples
         assert (listed._arriving(edge), listed._crossing(edge)) == (
             output * share,
             output * (share * cp if share < 1 else 1),

@@ -18,7 +18,7 @@ from mmjax.planner.choose import choose
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.finalists import proportional
 from mmjax.planner.fit import DoesNotFit
-from mmjax.planner.variants import instanced, interleaved, rescheduled
+from mmjax.planner.variants import exchanged, instanced, interleaved, rescheduled
 from mmjax.planner.work import Shares, StageMemory, Work
 from mmjax.schedule.ops import Op
 
@@ -225,3 +225,58 @@ def test_once_a_step_all_lanes_are_one_group() -> None:
     heavy_far = clock(work, replace(far, link=TERA))
     estimate = replace(estimated(work, {**layouts, "vision": Layout(lanes=4)}, 8), clock=heavy_far)
     assert instanced(replace(estimate, candidate=replace(estimate.candidate, microbatches=1))) is not None
+
+
+# ---- ranks with whole media ------------------------------------------------------------------------------------------
+
+EYE = replace(module("vision", 4, 0.1, ring=TERA, longest=60, heads=(4, 4)), rows=4.0, width=64)
+MIND = replace(module("llm", 8, 4.0, ring=1.0, heads=(4, 4), after=("vision",)), rows=0.25, width=8192)
+PACKED = model(EYE, MIND, global_batch=32).limited(lambda name: (1,))
+"""Four samples of four pictures fill a row of the LLM."""
+
+
+def _shared(candidate: Candidate) -> bool:
+    return candidate.layouts["vision"].cp_tokens == "segments"
+
+
+def test_lanes_share_the_media_of_the_llms_cells() -> None:
+    """A lane has the LLM's dp, or a divisor of it; the rest of it is cp, of which each rank has a picture or more."""
+    candidates = list(nested(PACKED, 16, 8))
+    shared = [candidate.layouts for candidate in candidates if _shared(candidate)]
+    assert any(layouts["vision"].dp == 2 for layouts in shared) and len(shared) < len(candidates)
+    for candidate in filter(_shared, candidates):
+        vision, llm = candidate.layouts["vision"], candidate.layouts["llm"]
+        assert vision.ranks == llm.ranks and vision.cp > 1 and llm.dp % vision.dp == 0 and vision.cp_way == "need"
+        assert PACKED.global_batch // candidate.microbatches // llm.dp * EYE.rows >= vision.cp
+    for others in ({"longest": 0}, {"ring": 0.0}):
+        eye = replace(PACKED.modules["vision"], **others)
+        assert not any(map(_shared, nested(model(eye, PACKED.modules["llm"], global_batch=32), 16, 8)))
+    whole = replace(PACKED.modules["llm"], rows=1.0)  # a row for each sample, none of which is padded by more dp
+    assert not any(map(_shared, nested(model(PACKED.modules["vision"], whole, global_batch=32), 16, 8)))
+
+
+def test_ranks_with_whole_media_exchange_nothing() -> None:
+    """A microbatch takes as long as with dp, which pads rows of the LLM; with parts of pictures it takes longer."""
+
+    def estimate(**fields: Any) -> Estimate:
+        return estimated(PACKED, {"vision": Layout(lanes=4, **fields), "llm": Layout(pp=4, cp=4)}, 8)
+
+    whole = estimate(cp=4, cp_way="need", cp_tokens="segments")
+    samples, parts = estimate(dp=4), estimate(cp=4, cp_way="need")
+    assert (whole.rows, samples.rows) == (
+        {"vision": (4, 256), "llm": (1, 8192)},
+        {"vision": (16, 64), "llm": (4, 8192)},
+    )
+    seconds = [e.stage_seconds("vision.0") for e in (whole, samples, parts)]
+    assert seconds[0] == pytest.approx(seconds[1]) and seconds[2] > 2 * seconds[0]
+    assert whole.device_bytes["vision.0"].temporaries < parts.device_bytes["vision.0"].temporaries
+    assert samples.stage_seconds("llm.1") == pytest.approx(4 * whole.stage_seconds("llm.1"))
+    assert exchanged(whole) is None, "nothing to exchange in another way"
+
+
+def test_a_plan_of_packed_rows_pads_none() -> None:
+    """A lane of four ranks has pictures of the LLM's one row; with samples of its own it pads four rows."""
+    choice = choose(PACKED, clock(PACKED), 16, modes=(NESTED,))
+    assert choice.best.candidate.layouts["vision"].cp_tokens == "segments" and choice.best.padding < 0.1
+    dealt = replace(PACKED, modules={**PACKED.modules, "vision": replace(PACKED.modules["vision"], longest=0)})
+    assert choose(dealt, clock(dealt), 16, modes=(NESTED,)).best.seconds > 1.1 * choice.best.seconds
