@@ -1,7 +1,7 @@
 """`mmjax.check` of many configurations by the same processes, whose start costs more than a check.
 
-The argument is a JSON file: by name the files, the bindings and the steps (2) of a configuration. Process 0 prints a line
-of JSON for each, in order.
+The argument is a JSON file: by name the files, the bindings and the steps (2) of a configuration. Process 0 prints a
+line of JSON for each, in order.
 """
 
 import json
