@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -324,24 +326,24 @@ def prompt_only(sample: Sample) -> Sample:
     """
     tokens = sample.prompt_tokens if len(sample.prompt_tokens) else sample.tokens[: sample.prompt]
     media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
-    tiled = {name: _tiled(images, len(media.get(name, ()))) for name, images in sample.tiled.items()}
-    times = {name: _timed(entries, len(media.get(name, ()))) for name, entries in sample.video_times.items()}
+    counts = {name: len(arrays) for name, arrays in media.items()}
+    tiled = {
+        name: images[: _complete((1 + math.prod(image.grid) for image in images), counts.get(name, 0))]
+        for name, images in sample.tiled.items()
+    }
+    times = {
+        name: entries[: _complete((max(1, len(entry)) for entry in entries), counts.get(name, 0))]
+        for name, entries in sample.video_times.items()
+    }
     weights, prompt = np.zeros(len(tokens), np.float32), len(tokens)
     return replace(
         sample, tokens=tokens, loss_weights=weights, prompt=prompt, media=media, tiled=tiled, video_times=times
     )
 
 
-def _tiled(images: Sequence[Tiled], count: int) -> tuple[Tiled, ...]:
-    """The images whose media are all among the first `count`; an image is one medium, and each of its tiles another."""
-    ends = np.cumsum([1 + image.grid[0] * image.grid[1] for image in images])
-    return tuple(images[: int(np.count_nonzero(ends <= count))])
-
-
-def _timed(entries: Sequence[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """The entries of `Sample.video_times` whose media are all among the first `count`."""
-    ends = np.cumsum([max(1, len(times)) for times in entries])
-    return tuple(entries[: int(np.count_nonzero(ends <= count))])
+def _complete(media: Iterable[int], count: int) -> int:
+    """The number of images and videos, of so many media each, whose media are all among the first `count`."""
+    return sum(end <= count for end in itertools.accumulate(media))
 
 
 def swap_media(

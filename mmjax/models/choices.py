@@ -17,6 +17,13 @@ ACTIVATION_OF = {
     "silu": "silu",
 }
 """Values of ``activation`` by their names in ``transformers``."""
+
+
+def hf_activation(activation: str) -> str:
+    """The first name in ``transformers`` of a value of ``activation``: "gelu" for "gelu_exact"."""
+    return next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == activation)
+
+
 AUTO = "auto"
 """The value of settings that are left to the devices; ``recipe.device_defaults`` resolves them."""
 REMATS = (AUTO, "none", "dots", "full")

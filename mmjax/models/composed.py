@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.configurable import ConfigError, require, setting_name
-from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.choices import hf_activation
 from mmjax.models.config import LLM, ModelConfig, projector_name
 from mmjax.models.families import PROJECTOR, Family
 from mmjax.models.pretrained import COMPOSITES, Prefixes, family_weights
@@ -156,5 +156,4 @@ def _projector(name: str, projector: ProjectorConfig, width: int) -> dict[str, A
     require(not projector.inject, f"{prefix}.inject", projector.inject, "LLaVA's tokens enter once")
     require(projector.bias, f"{prefix}.bias", projector.bias, "LLaVA's has biases")
     require(not projector.pool, f"{prefix}.pool", projector.pool, "LLaVA makes a token of every patch")
-    hidden_act = next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == projector.activation)
-    return {"projector_hidden_act": hidden_act, "multimodal_projector_bias": True}
+    return {"projector_hidden_act": hf_activation(projector.activation), "multimodal_projector_bias": True}

@@ -69,16 +69,16 @@ def video_settings(folder: str, image: Mapping[str, Any]) -> dict[str, Any]:
     if name not in _DEFAULTS:
         return {}
     rules = {**_DEFAULTS[name], **{key: value for key, value in rules.items() if value is not None}}
-    wanted_values = {**_WANTED, **({"do_sample_frames": True} if _TIMES[name] == "timestamps" else {})}
-    for key, wanted in wanted_values.items():
+    video = _TIMES[name]
+    for key, wanted in (*_WANTED.items(), *((("do_sample_frames", True),) if video == "timestamps" else ())):
         if rules.get(key, wanted) is not wanted:
             raise ConfigError(
                 f"its video processor has {key}={rules[key]!r}, not {wanted!r}; set Source.video, '' for no videos"
             )
     try:
         _require_alike(rules, image)
-        of_times = _timestamps(rules) if _TIMES[name] == "timestamps" else _positions(rules, model)
-        return {"video": _TIMES[name], **_settings(rules), **of_times}
+        of_times = _timestamps(rules) if video == "timestamps" else _positions(rules, model)
+        return {"video": video, **_settings(rules), **of_times}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"its video processor has values that no processor writes ({cause}); get it again") from None
@@ -112,20 +112,22 @@ def _require_alike(rules: Mapping[str, Any], image: Mapping[str, Any]) -> None:
 
 
 def _settings(rules: Mapping[str, Any]) -> dict[str, Any]:
-    size = rules["size"]
     return {
         "fps": float(rules["fps"]),
         "frames": int(rules["num_frames"] or 0),
         "min_frames": int(rules["min_frames"]),
         "max_frames": int(rules["max_frames"]),
-        "video_pixels": (int(size["shortest_edge"]), int(size["longest_edge"])),
     }
 
 
 def _timestamps(rules: Mapping[str, Any]) -> dict[str, Any]:
+    size = rules["size"]
     block = int(rules["patch_size"]) * int(rules["merge_size"])
     is_capped = bool(rules.get("cap_pixels_per_frame"))
-    return {"frame_pixels": int(rules["max_video_tokens"]) * block**2 if is_capped else 0}
+    return {
+        "video_pixels": (int(size["shortest_edge"]), int(size["longest_edge"])),
+        "frame_pixels": int(rules["max_video_tokens"]) * block**2 if is_capped else 0,
+    }
 
 
 def _positions(rules: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

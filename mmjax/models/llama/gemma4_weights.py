@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from mmjax.configurable import one_of, require
-from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.choices import ACTIVATION_OF, hf_activation
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.layer_types import BY_WINDOW, layer_types, period
 from mmjax.models.llama.runs import PROPORTIONAL
 from mmjax.weights.table import SAME, TRANSPOSED, TRANSPOSED_LIST, Row, View
 
@@ -38,11 +39,10 @@ DEFAULTS: Mapping[str, Json] = {
     }
 }
 """The defaults of transformers for missing keys, by model type."""
-_KINDS = ("sliding_attention", "full_attention")
 _PATTERN = 6
 _ROPE = {
-    _KINDS[0]: {"rope_type": "default", "rope_theta": 10000.0},
-    _KINDS[1]: {"rope_type": PROPORTIONAL, "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+    BY_WINDOW[0]: {"rope_type": "default", "rope_theta": 10000.0},
+    BY_WINDOW[1]: {"rope_type": PROPORTIONAL, "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
 }
 _ROPE_KEYS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 _BRANCH_NORMS = {
@@ -152,17 +152,13 @@ def _mask(t: Json, window: int) -> dict[str, Any]:
 
 def _window(t: Json) -> dict[str, int]:
     """``window``, and ``full_every``: every so many layers one has none."""
-    layers, every = t["num_hidden_layers"], _PATTERN
-    kinds = list(t["layer_types"] or [*_layer_types(layers, every)[:-1], _KINDS[1]])
-    every = kinds.index(_KINDS[1]) + 1 if _KINDS[1] in kinds else 0
-    fix = f"mmjax has one layer of {_KINDS[1]} behind equally many of {_KINDS[0]}, again and again"
-    is_last_full = every > 0 and layers % every == 0
-    require(kinds == _layer_types(layers, every) and is_last_full, "config.json: layer_types", kinds, fix)
+    layers = t["num_hidden_layers"]
+    # Without a list transformers gives every sixth layer no window, and the last.
+    kinds = list(t["layer_types"] or [*layer_types(layers, _PATTERN, BY_WINDOW)[:-1], BY_WINDOW[1]])
+    every = period({**t, "layer_types": kinds}, BY_WINDOW, _PATTERN)
+    fix = f"mmjax has one layer of {BY_WINDOW[1]} behind equally many of {BY_WINDOW[0]}, again and again"
+    require(every > 0 and layers % every == 0, "config.json: layer_types", kinds, fix)
     return {"window": 0 if every == 1 else t["sliding_window"], "full_every": 0 if every == 1 else every}
-
-
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_KINDS[every > 0 and (layer + 1) % every == 0] for layer in range(layers)]
 
 
 def _heads(t: Json, *, has_local: bool) -> dict[str, int]:
@@ -185,7 +181,7 @@ def _of_full_layers(t: Json) -> Json:
     by_layer = {int(layer): dict(entry) for layer, entry in t["per_layer_config"].items()}
     full = {layer for layer in range(t["num_hidden_layers"]) if (layer + 1) % (_window(t)["full_every"] or 1) == 0}
     entries = [by_layer.get(layer, {}) for layer in sorted(full)]
-    fix = f"mmjax has one head_dim and num_key_value_heads for all layers of {_KINDS[1]}, and no others"
+    fix = f"mmjax has one head_dim and num_key_value_heads for all layers of {BY_WINDOW[1]}, and no others"
     known = all(not set(entry) - {"head_dim", "num_key_value_heads"} for entry in entries)
     alike = known and not set(by_layer) - full and all(entry == entries[0] for entry in entries)
     require(alike, "config.json: per_layer_config", t["per_layer_config"], fix)
@@ -201,9 +197,11 @@ def _rope(t: Json, *, has_local: bool) -> dict[str, Any]:
                 rope[name] is None, f"config.json: {name}", rope[name], "mmjax knows no such key of rope_parameters"
             )
         one_of(
-            f"config.json: rope_type of {kind}", rope["rope_type"], ("default", PROPORTIONAL)[: 1 + (kind == _KINDS[1])]
+            f"config.json: rope_type of {kind}",
+            rope["rope_type"],
+            ("default", PROPORTIONAL)[: 1 + (kind == BY_WINDOW[1])],
         )
-    local, full = (by_kind[kind] for kind in _KINDS)
+    local, full = (by_kind[kind] for kind in BY_WINDOW)
     values = {"rope_theta": float(full["rope_theta"]), "local_rope_theta": float(local["rope_theta"]) * has_local}
     if full["rope_type"] == "default":
         return values
@@ -224,16 +222,15 @@ def _experts(t: Json) -> dict[str, Any]:
 
 def config_entries(c: DecoderConfig) -> dict[str, Any]:
     """The entries of a ``config.json`` beside those of other models, rotary embedding included."""
-    hf_name = next(name for name, activation in ACTIVATION_OF.items() if activation == c.activation)
     full = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_scaling == PROPORTIONAL:
         full |= {"rope_type": PROPORTIONAL, "partial_rotary_factor": c.rope_share, "factor": c.rope_factor}
     entries: dict[str, Any] = {
         "architectures": ["Gemma4ForCausalLM"],
-        "hidden_activation": hf_name,
+        "hidden_activation": hf_activation(c.activation),
         "attention_bias": c.o_bias,
         "sliding_window": c.window or DEFAULTS[GEMMA4]["sliding_window"],
-        "layer_types": _layer_types(c.layers, c.full_every if c.window else 1),
+        "layer_types": layer_types(c.layers, c.full_every if c.window else 1, BY_WINDOW),
         "final_logit_softcapping": c.logit_cap or None,
         "global_head_dim": c.global_head_dim or c.head_width,
         "num_global_key_value_heads": c.global_kv_heads or None,
@@ -244,8 +241,8 @@ def config_entries(c: DecoderConfig) -> dict[str, Any]:
         "vocab_size_per_layer_input": c.vocab,
         "enable_moe_block": c.experts > 0,
         "rope_parameters": {
-            _KINDS[0]: {"rope_type": "default", "rope_theta": c.local_rope_theta or c.rope_theta},
-            _KINDS[1]: full,
+            BY_WINDOW[0]: {"rope_type": "default", "rope_theta": c.local_rope_theta or c.rope_theta},
+            BY_WINDOW[1]: full,
         },
     }
     of_experts = {

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import one_of, require
-from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.choices import ACTIVATION_OF, hf_activation
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.layer_types import BY_WINDOW, layer_types, period
 from mmjax.weights.table import Row
 
 Json = Mapping[str, Any]
@@ -44,7 +45,6 @@ POST_NORMS = ("attn_post_norm", "mlp_post_norm")
 MASKS = {"gemma3": "gemma3", "paligemma": "paligemma"}
 """``Decoder.mask`` by the model type of a composite model."""
 _THETA, _LOCAL_THETA = 1000000.0, 10000.0
-_KINDS = ("sliding_attention", "full_attention")
 
 
 def norm_rows(c: DecoderConfig) -> Iterator[Row]:
@@ -94,11 +94,7 @@ def windows(t: Json) -> dict[str, int]:
     Raises:
       ConfigError: layers without a window are at other places, or a window is shorter than an image.
     """
-    layers, window, every = t["num_hidden_layers"], t["sliding_window"] or 0, t["sliding_window_pattern"]
-    if kinds := list(t["layer_types"] or ()):
-        every = kinds.index(_KINDS[1]) + 1 if _KINDS[1] in kinds else 0
-        fix = f"mmjax has one layer of {_KINDS[1]} behind equally many of {_KINDS[0]}, again and again"
-        require(kinds == _layer_types(layers, every), "config.json: layer_types", kinds, fix)
+    window, every = t["sliding_window"] or 0, period(t, BY_WINDOW, t["sliding_window_pattern"])
     tokens = t.get("whole", {}).get("mm_tokens_per_image") or 0
     fix = f"mmjax shows an image's {tokens} tokens to one another in every layer; it has to be as many or more"
     if not window or every == 1:
@@ -107,17 +103,13 @@ def windows(t: Json) -> dict[str, int]:
     return {"window": window, "full_every": every}
 
 
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_KINDS[every > 0 and (layer + 1) % every == 0] for layer in range(layers)]
-
-
 # ---- rotary embedding ------------------------------------------------------------------------------------------------
 
 
 def with_rope(t: Json) -> Json:
     """A ``config.json`` of Gemma 3 whose entries of rotary embedding are those of layers without a window."""
     by_kind = t.get("rope_parameters") or {}
-    rope = {**(by_kind.get(_KINDS[1]) or {}), **(t.get("rope_scaling") or {})}
+    rope = {**(by_kind.get(BY_WINDOW[1]) or {}), **(t.get("rope_scaling") or {})}
     rope.setdefault("rope_theta", t.get("rope_theta") or _THETA)
     return {**t, "rope_parameters": rope, "rope_scaling": None}
 
@@ -128,7 +120,7 @@ def local_theta(t: Json, default: float) -> float:
     Raises:
       ConfigError: something scales their frequencies.
     """
-    rope = (t.get("rope_parameters") or {}).get(_KINDS[0]) or {}
+    rope = (t.get("rope_parameters") or {}).get(BY_WINDOW[0]) or {}
     kind = rope.get("rope_type", "default")
     require(kind == "default", "config.json: rope_type of sliding_attention", kind, "mmjax has 'default' alone")
     return float(rope.get("rope_theta") or default)
@@ -136,10 +128,9 @@ def local_theta(t: Json, default: float) -> float:
 
 def config_entries(c: DecoderConfig, kind: str) -> dict[str, Any]:
     """The entries of a ``config.json`` of this ``model_type`` beside those of other models, and its architecture."""
-    hf_name = next(name for name, activation in ACTIVATION_OF.items() if activation == c.activation)
     return {
         "architectures": [f"{'Gemma2' if kind == 'gemma2' else 'Gemma3'}ForCausalLM"],
-        "hidden_activation": hf_name,
+        "hidden_activation": hf_activation(c.activation),
         "attention_bias": c.o_bias,
         "query_pre_attn_scalar": round(c.score_width) or c.head_width,
         "attn_logit_softcapping": c.score_cap or None,
@@ -151,11 +142,11 @@ def config_entries(c: DecoderConfig, kind: str) -> dict[str, Any]:
 def window_entries(c: DecoderConfig, default: int) -> dict[str, Any]:
     """The entries on layers with a window; of a model without them with the window ``default``."""
     every = c.full_every if c.window else 1
-    return {"sliding_window": c.window or default, "layer_types": _layer_types(c.layers, every)}
+    return {"sliding_window": c.window or default, "layer_types": layer_types(c.layers, every, BY_WINDOW)}
 
 
 def rope_entries(c: DecoderConfig, rope: Json) -> dict[str, Any]:
     """The entries on rotary embedding of Gemma 3, from those of other models, ``rope``."""
     local = c.local_rope_theta or c.rope_theta
-    by_kind = {_KINDS[0]: {"rope_type": "default", "rope_theta": local}, _KINDS[1]: rope["rope_parameters"]}
+    by_kind = {BY_WINDOW[0]: {"rope_type": "default", "rope_theta": local}, BY_WINDOW[1]: rope["rope_parameters"]}
     return {**rope, "rope_parameters": by_kind, "rope_local_base_freq": local}

@@ -36,7 +36,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.llama.latent import LatentAttention, latent_heads
 from mmjax.models.llama.norms import first_scale, normed
 from mmjax.models.module import Block, Loss
-from mmjax.models.norms import rms_norm, scaled_by_constant, unscaled_rms_norm
+from mmjax.models.norms import scaled_by_constant, unscaled_rms_norm
 from mmjax.models.parameters import Part
 from mmjax.models.sequence_parallel import TokenParts
 from mmjax.models.taps import Computed, divisible
@@ -284,9 +284,7 @@ def _layer_end(c: DecoderConfig, x_BTD: Array, p: Params) -> Array:
 
 def _normed_over_heads(c: DecoderConfig, axes: Axes, x_BTHK: Array, scale: Any) -> Array:
     """One norm of all heads, those of other tp ranks included. A head that several ranks have counts on each."""
-    x_BTF = x_BTHK.reshape(*x_BTHK.shape[:2], -1)
-    y_BTF = rms_norm(x_BTF, scale, c.norm_eps, plus=float(c.norm_plus_one), over=axes.tp)
-    return y_BTF.reshape(x_BTHK.shape)
+    return normed(c, x_BTHK.reshape(*x_BTHK.shape[:2], -1), scale, over=axes.tp).reshape(x_BTHK.shape)
 
 
 def _attended(c: DecoderConfig, context: Context, p: Params, h: Array) -> Float[Array, "B T H K"]:

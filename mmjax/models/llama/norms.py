@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,6 @@ def first_scale(c: DecoderConfig, width: int) -> Float[Array, " D"]:
     return jnp.zeros(width) if c.norm_plus_one else jnp.ones(width)
 
 
-def normed(c: DecoderConfig, x: Float[Array, "*B D"], scale: Any) -> Float[Array, "*B D"]:
-    """RMSNorm of ``x`` with a weight ``[D]``, an array or a handle, and the epsilon of the settings."""
-    return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one))
+def normed(c: DecoderConfig, x: Float[Array, "*B D"], scale: Any, over: Sequence[str] = ()) -> Float[Array, "*B D"]:
+    """RMSNorm of ``x`` with a weight ``[D]``, an array or a handle, by the settings; ``over`` is as in ``rms_norm``."""
+    return rms_norm(x, scale, c.norm_eps, plus=float(c.norm_plus_one), over=over)

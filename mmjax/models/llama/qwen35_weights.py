@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmjax.configurable import require
 from mmjax.models.llama import expert_weights
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.llama.layer_types import layer_types, period
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
 Json = Mapping[str, Any]
@@ -91,11 +91,7 @@ def layer_settings(t: Json) -> dict[str, Any]:
     Raises:
       ConfigError: mmjax has no such layers; the message names the key and its value.
     """
-    layers, every = t["num_hidden_layers"], t["full_attention_interval"]
-    if kinds := list(t["layer_types"] or ()):
-        every = kinds.index(_KINDS[1]) + 1 if _KINDS[1] in kinds else layers + 1
-        fix = f"mmjax has one layer of {_KINDS[1]} behind equally many of {_KINDS[0]}, again and again"
-        require(kinds == _layer_types(layers, every), "config.json: layer_types", kinds, fix)
+    every = period(t, _KINDS, t["full_attention_interval"]) or t["num_hidden_layers"] + 1  # none has attention
     return {
         "norm_plus_one": True,
         "attention_gate": True,
@@ -125,7 +121,7 @@ def config_entries(c: DecoderConfig, kind: str) -> dict[str, Any]:
         "linear_key_head_dim": sizes.key_dim,
         "linear_value_head_dim": sizes.value_dim,
         "linear_conv_kernel_dim": sizes.taps,
-        "layer_types": _layer_types(c.layers, c.attention_every),
+        "layer_types": layer_types(c.layers, c.attention_every, _KINDS),
         "partial_rotary_factor": c.rope_share,
     }
 
@@ -135,7 +131,3 @@ def rope_entries(c: DecoderConfig) -> dict[str, Any]:
     pairs = c.rotary_width // 2
     sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3]
     return {"partial_rotary_factor": c.rope_share, "mrope_section": sections, "mrope_interleaved": True}
-
-
-def _layer_types(layers: int, every: int) -> list[str]:
-    return [_KINDS[(layer + 1) % every == 0] for layer in range(layers)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import one_of, require
-from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.choices import ACTIVATION_OF, hf_activation
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
 
@@ -109,7 +109,7 @@ def closest_config(c: ViTConfig) -> dict[str, Any]:
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.heads,
         "head_dim": c.head_width,
-        "hidden_activation": next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == c.activation),
+        "hidden_activation": hf_activation(c.activation),
         "rms_norm_eps": c.norm_eps,
         "rope_parameters": {"rope_type": "axial", "rope_theta": c.rope_theta},
         "pooling_kernel_size": c.merge,

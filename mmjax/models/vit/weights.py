@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
-from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.choices import ACTIVATION_OF, hf_activation
 from mmjax.models.vit import dino_weights, gemma4_weights, qwen_weights
 from mmjax.models.vit.config import ViTConfig
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
@@ -195,7 +195,7 @@ def _closest_config(c: ViTConfig, kind: str) -> dict[str, Any]:
     siglip2 = kind == "siglip2_vision_model"
     hf_config |= {"num_patches": c.grid**2} if siglip2 else {"image_size": c.grid * c.patch}
     hf_config |= {"vision_use_head": False} if kind == "siglip_vision_model" else {}
-    return hf_config | {"hidden_act": next(hf_name for hf_name, name in ACTIVATION_OF.items() if name == c.activation)}
+    return hf_config | {"hidden_act": hf_activation(c.activation)}
 
 
 def _vision_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -353,14 +353,17 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_LAYER = {**dict.fromkeys((*dino_weights.DINOV2, "vit"), "encoder.layer.{}"), dino_weights.DINOV3: "layer.{}"}
+"""Keys of a layer, by family; of others "encoder.layers.{}"."""
+_LAST_NORM = {**dict.fromkeys((*dino_weights.DINOV2, "vit"), "layernorm"), dino_weights.DINOV3: "norm"}
+"""Keys of the last norm, by family; of others "post_layernorm"."""
+
+
 def _layer(c: ViTConfig, family: str) -> Named:
-    layer = {**dict.fromkeys((*dino_weights.DINOV2, "vit"), "encoder.layer.{}"), dino_weights.DINOV3: "layer.{}"}
-    layer = layer.get(family, "encoder.layers.{}")
+    layer = _LAYER.get(family, "encoder.layers.{}")
     if c.gated:
         yield from dino_weights.gated_rows(c, family, layer)
-    without_bias = (
-        {"attn/k"} if c.qkv_bias and not c.k_bias else set() if c.qkv_bias else {"attn/q", "attn/k", "attn/v"}
-    )
+    has_bias = {"attn/q": c.qkv_bias, "attn/k": c.qkv_bias and c.k_bias, "attn/v": c.qkv_bias}
     for name, hf_name in _NAMES.get(family, _NAMES["clip"]).items():
         if c.gated and name.startswith("mlp/"):
             continue
@@ -369,7 +372,7 @@ def _layer(c: ViTConfig, family: str) -> Named:
             yield f"layers/{{}}/{name}/bias", f"{layer}.{hf_name}.bias", SAME
         else:
             yield f"layers/{{}}/{name}", f"{layer}.{hf_name}.weight", TRANSPOSED
-            if name not in without_bias:
+            if has_bias.get(name, True):
                 yield f"layers/{{}}/{name}_bias", f"{layer}.{hf_name}.bias", SAME
     if c.layer_scale:
         yield "layers/{}/attn_scale", f"{layer}.layer_scale1.lambda1", SAME
@@ -377,8 +380,7 @@ def _layer(c: ViTConfig, family: str) -> Named:
 
 
 def _norms(c: ViTConfig, family: str) -> Named:
-    last = {dino_weights.DINOV3: "norm", **dict.fromkeys((*dino_weights.DINOV2, "vit"), "layernorm")}
-    last = last.get(family, "post_layernorm")
+    last = _LAST_NORM.get(family, "post_layernorm")
     named = {"stem_norm": "pre_layrnorm"} if c.stem_norm else {}
     for name, hf_name in (named | ({"norm": last} if c.last_norm else {})).items():
         yield f"{name}/scale", f"{hf_name}.weight", SAME
