@@ -199,25 +199,15 @@ def configured(folder: Path, kind: str, layout: tuple[str, ...], start: str = "M
     return load_config([path], [*settings, *layout])
 
 
-def leaves_of_gradients(kind: str, recipe: Recipe, shapes: Mapping[str, Any]) -> Arrays:
-    """Torch's gradients by the names of our leaves, through the tables."""
-    folder = WeightsFolder.open(str(FOLDERS / kind))
+def folder_tensors(kind: str, gradients: Mapping[str, np.ndarray]) -> Arrays:
+    """Torch's gradients by the keys of the folder, all of which have one."""
     renamed = old if kind.startswith("qwen2") else str
-    tensors = {renamed(key): own for key, own in np.load(FOLDERS / kind / "gradients.npz").items()}
+    tensors = {renamed(key): gradient for key, gradient in gradients.items()}
     if kind == "qwen3_5_moe":
         tensors = _by_expert(tensors)
-    assert tensors.keys() == {re.sub(r"\.experts\.\d+\.", ".experts.*.", key) for key in folder.tensors}
-    found = {}
-    for module, shape_of in shapes.items():
-        own = find_pretrained(MODULES[module], folder.config)
-        settings = recipe.model.parts[module].settings
-        table = expand(own.rows(settings), getattr(settings, "layers", 0))
-        for leaf, (key, view) in find_leaves(
-            folder, module, table, shape_of, prefixes=own.key_prefixes, other_prefixes=own.other_prefixes
-        ).items():
-            shape = shape_of[leaf.removeprefix(f"{module}/")]
-            found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
-    return found
+    keys = WeightsFolder.open(str(FOLDERS / kind)).tensors
+    assert tensors.keys() == {re.sub(r"\.experts\.\d+\.", ".experts.*.", key) for key in keys}
+    return tensors
 
 
 def _by_expert(tensors: Arrays) -> Arrays:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import qwen_oracle
+from first_step import assert_gradients, first_step, leaves_of_tensors
 from qwen_oracle import MODULES, Oracle, apart, assert_packed_texts, opened, tokens_of
 from safetensors.numpy import load_file
-from trial_runs import assert_same_tensors, save_untrained, write_tiny
+from trial_runs import assert_same_tensors, save_untrained
 
-from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 from mmjax.data.packing import Packer
 from mmjax.data.types import Sample
@@ -31,8 +32,6 @@ from mmjax.recipe import Recipe
 from mmjax.reference import encode_image, greedy, sample_logits
 from mmjax.train.trainer import Trainer
 from mmjax.weights.folder import WeightsFolder
-from mmjax.weights.parameters import find_leaves
-from mmjax.weights.table import expand
 
 FOLDERS = Path(__file__).parent / "oracles" / "gemma"
 KINDS = ("gemma4", "gemma4_small")
@@ -178,52 +177,21 @@ RUNS = pytest.mark.parametrize(
 
 def configured(folder: Path, kind: str, layout: tuple[str, ...]) -> Recipe:
     """The tiny configuration, whose model begins with the folder."""
-    path = write_tiny(folder)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if not line.startswith(("vision/ViT", "llm/Decoder", "Packing"))))
-    settings = (
-        f"Model.weights={str(FOLDERS / kind)!r}",
-        *("Data.sequence_length=96", "Train.eval_samples=0", "Train.clip_norm=0.0", "Train.global_batch=3"),
-        *("Train.microbatches=1", "llm/Packing.buckets=((3, 96),)", "vision/Packing.buckets=((3, 216),)"),
-    )
-    return load_config([path], [*settings, *layout])
+    return qwen_oracle.configured(folder, str(FOLDERS / kind), ("vision/Packing.buckets=((3, 216),)", *layout))
 
 
 @pytest.mark.long
 @RUNS
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Path) -> None:
     config = configured(tmp_path, kind, ALL_LAYOUTS[kind][layout])
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        batch = trainer.parts.packer.microbatch(samples(kind, trainer.parts.tokenizer.media_token("vision")), 3)
-        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        counts = {"llm": count, "llm_tokens": 1.0, "vision": 1.0}
-        loss, _ = trainer.executor.step(trainer.parts.runs.signed([batch]), counts).fetch()
-        states = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.model.optimizers["llm"].b1
-    assert loss == pytest.approx(float(oracle(kind).values["loss"]), rel=2e-6)
-    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in states.items() if name.startswith("adam_m/")}
-    want = gradients_of(kind, {name: leaf.shape for name, leaf in got.items()})
-    fixed = got.keys() - want.keys()
+    step = first_step(config, tmp_path / "run", partial(samples, kind))
+    assert step.loss == pytest.approx(float(oracle(kind).values["loss"]), rel=2e-6)
+    theirs = dict(np.load(FOLDERS / kind / "gradients.npz"))  # buffers have none
+    want = leaves_of_tensors(FOLDERS / kind, config, theirs, step.gradients)
+    fixed = step.gradients.keys() - want.keys()
     assert len(want) > 60 and fixed and all(any(part in name for part in FIXED) for name in fixed)
-    assert not any(np.abs(got[name]).any() for name in fixed)
-    for name, leaf in want.items():
-        bound = 1e-4 * max(np.abs(leaf).max(), 1e-3)
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
-
-
-def gradients_of(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """Torch's gradients by the names of our leaves, through the tables; buffers have none."""
-    folder, found, theirs = WeightsFolder.open(str(FOLDERS / kind)), {}, dict(np.load(FOLDERS / kind / "gradients.npz"))
-    for module, family in MODULES.items():
-        part = find_pretrained(family, folder.config)
-        config = family.config(**part.fields())
-        local = {name.partition("/")[2]: shape for name, shape in shapes.items() if name.startswith(f"{module}/")}
-        table = expand(part.rows(config), getattr(config, "layers", 0))
-        prefixes: Any = {"prefixes": part.key_prefixes, "other_prefixes": part.other_prefixes}
-        for leaf, (key, view) in find_leaves(folder, module, table, local, **prefixes).items():
-            if key in theirs:
-                found[leaf] = view.read(theirs[key], shapes[leaf], tuple(slice(0, size) for size in shapes[leaf]))
-    return found
+    assert not any(np.abs(step.gradients[name]).any() for name in fixed)
+    assert_gradients(step.gradients, want, bound=1e-4)
 
 
 @pytest.mark.long

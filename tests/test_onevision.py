@@ -9,12 +9,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from first_step import assert_gradients, first_step
 from PIL import Image
 from safetensors.numpy import load_file
 from tiled_folders import COVERED, IMAGE, LAYOUTS, SEQUENCES, TiledFolder
@@ -133,23 +135,13 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
         config.model.projectors["vision"].settings.newline
         and config.model.projectors["vision"].settings.most_tiles == 3
     )
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        placeholder = trainer.parts.tokenizer.media_token("vision")
-        samples = [sample(values, number, placeholder) for number in range(SEQUENCES)]
-        batch = trainer.parts.packer.microbatch(samples, 6)
-        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        result = trainer.executor.step(trainer.parts.runs.signed([batch]), {"llm": count, "vision": 1.0})
-        loss, _ = result.fetch()
-        held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.model.optimizers["llm"].b1
-    assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
-    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
-    want = leaves_of(config, dict(np.load(FOLDER / "gradients.npz")), {name: leaf.shape for name, leaf in got.items()})
-    assert got.keys() == want.keys() and "vision_projector/newline" in want and len(want) > 60
-    for name, leaf in want.items():
-        # A ulp in the features of large weights is 3e-5 in every gradient; the order of sums in attention decides.
-        bound = 1e-4 * max(np.abs(leaf).max(), 3e-3)
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
+    step = first_step(config, tmp_path / "run", partial(OURS.samples, values), rows=6)
+    assert step.loss == pytest.approx(float(values["loss"]), rel=2e-6)
+    shapes = {name: leaf.shape for name, leaf in step.gradients.items()}
+    want = leaves_of(config, dict(np.load(FOLDER / "gradients.npz")), shapes)
+    assert step.gradients.keys() == want.keys() and "vision_projector/newline" in want and len(want) > 60
+    # A ulp in the features of large weights is 3e-5 in every gradient; the order of sums in attention decides.
+    assert_gradients(step.gradients, want, bound=1e-4, least=3e-3)
 
 
 def test_out_of_in_is_the_same_folder(begun: Begun) -> None:

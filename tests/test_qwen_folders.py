@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from first_step import assert_gradients, first_step, leaves_of_tensors
 from qwen_oracle import (
     FOLDERS,
     KINDS,
@@ -23,7 +25,7 @@ from qwen_oracle import (
     apart,
     assert_packed_texts,
     configured,
-    leaves_of_gradients,
+    folder_tensors,
     opened,
     oracle,
     packed,
@@ -399,31 +401,15 @@ PLAIN = tuple(layout for layout in LAYOUTS if layout != IN_ORDER)
     + [("qwen3_vl_moe", SPLIT), *((kind, way) for kind in KINDS[4:] for way in (SPLIT, IN_ORDER))],
 )
 def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path: Path) -> None:
-    config = configured(tmp_path, kind, LAYOUTS[layout])
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        placeholder = trainer.parts.tokenizer.media_token("vision")
-        values = oracle(kind).values
-        batch = trainer.parts.packer.microbatch(samples(values, placeholder), 3)
-        assert batch.inputs["llm"]["positions"].shape == (3, 96, 3)
-        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        result = trainer.executor.step(
-            trainer.parts.runs.signed([batch]), {"llm": count, "llm_tokens": 1.0, "vision": 1.0}
-        )
-        loss, _ = result.fetch()
-        held = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.model.optimizers["llm"].b1
-    assert loss == pytest.approx(float(values["loss"]), rel=2e-6)
-    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in held.items() if name.startswith("adam_m/")}
-    shapes: dict[str, dict[str, Any]] = {}
-    for name, leaf in got.items():
-        module, _, own = name.partition("/")
-        shapes.setdefault(module, {})[own] = leaf.shape
-    want = leaves_of_gradients(kind, config, shapes)
-    assert got.keys() == want.keys() and len(want) > 80
-    for name, leaf in want.items():
-        # Torch in fp32 is up to 1e-5 away from itself in fp64 here, with delta layers and experts 5e-5.
-        bound = {"qwen3_5": 4e-5, "qwen3_5_moe": 1e-4}.get(kind, 2e-5) * max(np.abs(leaf).max(), 1e-3)
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
+    config, values = configured(tmp_path, kind, LAYOUTS[layout]), oracle(kind).values
+    step = first_step(config, tmp_path / "run", partial(samples, values))
+    assert step.batch.inputs["llm"]["positions"].shape == (3, 96, 3)
+    assert step.loss == pytest.approx(float(values["loss"]), rel=2e-6)
+    tensors = folder_tensors(kind, np.load(FOLDERS / kind / "gradients.npz"))
+    want = leaves_of_tensors(FOLDERS / kind, config, tensors, step.gradients)
+    assert step.gradients.keys() == want.keys() and len(want) > 80
+    # Torch in fp32 is up to 1e-5 away from itself in fp64 here, with delta layers and experts 5e-5.
+    assert_gradients(step.gradients, want, bound={"qwen3_5": 4e-5, "qwen3_5_moe": 1e-4}.get(kind, 2e-5))
 
 
 def assert_written_as_read(

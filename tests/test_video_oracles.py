@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from first_step import assert_gradients, first_step, leaves_of_tensors
 from qwen_oracle import (
     FOLDERS,
     IMAGE,
-    MODULES,
     Oracle,
     apart,
     assert_packed_texts,
     configured,
-    old,
+    folder_tensors,
     opened,
     tokens_of,
 )
@@ -31,12 +31,7 @@ from mmjax.data.mrope import sample_positions
 from mmjax.data.packing import Packer
 from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
-from mmjax.models.pretrained import find_pretrained
 from mmjax.reference import greedy, sample_logits
-from mmjax.train.trainer import Trainer
-from mmjax.weights.folder import WeightsFolder
-from mmjax.weights.parameters import find_leaves
-from mmjax.weights.table import expand
 
 KINDS = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
 VIDEO, LENGTH, PATCHES = 262, 120, 224
@@ -147,47 +142,15 @@ def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, tmp_path:
         tmp_path, kind, (*LAYOUTS[layout], "vision/Packing.buckets=((1, 240),)" if layout != "dp" else "Train.seed=1")
     )
     values = oracle(kind).values
-    with Trainer(config, tmp_path / "run", style="silent") as trainer:
-        placeholder = trainer.parts.tokenizer.media_token("vision")
-        batch = trainer.parts.packer.microbatch(samples(values, placeholder), 3)
-        count = float(np.sum(np.asarray(batch.inputs["llm"]["weights"])))
-        divisors = {"llm": count, "llm_tokens": 1.0, "vision": 1.0}
-        loss, _ = trainer.executor.step(trainer.parts.runs.signed([batch]), divisors).fetch()
-        leaves = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
-        b1 = config.model.optimizers["llm"].b1
-    assert loss == pytest.approx(float(values["loss"]), rel=5e-6)
-    got = {name.removeprefix("adam_m/"): leaf / (1 - b1) for name, leaf in leaves.items() if name.startswith("adam_m/")}
-    want = torch_gradients(kind, config, got)
-    assert got.keys() == want.keys() and len(want) > 60
-    for name, leaf in want.items():
-        bound = 1e-4 * max(np.abs(leaf).max(), 1e-3)
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=bound, err_msg=name)
+    step = first_step(config, tmp_path / "run", partial(samples, values))
+    assert step.loss == pytest.approx(float(values["loss"]), rel=5e-6)
+    gradients = {key.removeprefix("gradient/"): own for key, own in values.items() if key.startswith("gradient/")}
+    want = leaves_of_tensors(FOLDERS / kind, config, folder_tensors(kind, gradients), step.gradients)
+    assert step.gradients.keys() == want.keys() and len(want) > 60
+    assert_gradients(step.gradients, want, bound=1e-4)
     kernel = want["vision/patch/kernel"]
     first, second = np.split(kernel, 2)
     assert np.abs(first - second).max() > 0.1 * np.abs(kernel).max()  # frames differ
-
-
-def torch_gradients(kind: str, recipe: Any, got: Arrays) -> Arrays:
-    """Torch's gradients by the names of our leaves."""
-    folder, values = WeightsFolder.open(str(FOLDERS / kind)), oracle(kind).values
-    renamed = old if kind.startswith("qwen2") else str
-    tensors = {key.removeprefix("gradient/"): own for key, own in values.items() if key.startswith("gradient/")}
-    tensors = {renamed(key): own for key, own in tensors.items()}
-    assert tensors.keys() == folder.tensors.keys()
-    shapes: dict[str, dict[str, Any]] = {}
-    for name, leaf in got.items():
-        module, _, own = name.partition("/")
-        shapes.setdefault(module, {})[own] = leaf.shape
-    found = {}
-    for module, shape_of in shapes.items():
-        own = find_pretrained(MODULES[module], folder.config)
-        settings = recipe.model.parts[module].settings
-        table = expand(own.rows(settings), getattr(settings, "layers", 0))
-        prefixes = {"prefixes": own.key_prefixes, "other_prefixes": own.other_prefixes}
-        for leaf, (key, view) in find_leaves(folder, module, table, shape_of, **prefixes).items():
-            shape = shape_of[leaf.removeprefix(f"{module}/")]
-            found[leaf] = view.read(tensors[key], shape, tuple(slice(0, n) for n in shape))
-    return found
 
 
 def test_frames_in_another_order_have_other_values() -> None:

@@ -71,6 +71,10 @@ class TiledFolder:
             **about,
         )
 
+    def samples(self, values: Mapping[str, np.ndarray], placeholder: int) -> list[Sample]:
+        """All sequences."""
+        return [self.sample(values, number, placeholder) for number in range(SEQUENCES)]
+
     def leaves_of(
         self, recipe: Recipe, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, Any]:

@@ -50,15 +50,8 @@ def model(
             vision_config=vision, text_config=text, image_token_index=image, image_grid_pinpoints=[*map(list, grids)]
         )
     )
+    make_onevision.randomise(made)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter.copy_(1 + 0.2 * noise)
-            else:
-                # Layers of the language model count for more than usual, so that what it says does not repeat itself.
-                large = 3.0 if "language_model.layers" in name else 1.0
-                parameter.copy_(noise * (0.2 if parameter.ndim == 1 else large * parameter.shape[-1] ** -0.5))
         made.lm_head.weight[256:] *= 0.05  # so that it says no special tokens
     return made.eval()
 

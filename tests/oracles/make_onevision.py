@@ -52,6 +52,14 @@ def model(
             image_grid_pinpoints=[*map(list, grids)], vision_aspect_ratio="anyres_max_3",
         )
     )  # fmt: skip
+    randomise(made)
+    with torch.no_grad():
+        made.get_input_embeddings().weight[256:] *= 0.05  # so that it says no special tokens: the head is tied
+    return made.eval()
+
+
+def randomise(made: Any) -> None:
+    """Gives a model random parameters."""
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -61,8 +69,6 @@ def model(
                 # Layers of the language model count for more than usual, so that what it says does not repeat itself.
                 large = 3.0 if "language_model.layers" in name else 1.0
                 parameter.copy_(noise * (0.2 if parameter.ndim == 1 else large * parameter.shape[-1] ** -0.5))
-        made.get_input_embeddings().weight[256:] *= 0.05  # so that it says no special tokens: the head is tied
-    return made.eval()
 
 
 def pictures(made: Any, sizes: list[tuple[int, int]], rng: np.random.Generator) -> tuple[Any, list[tuple[int, int]]]:

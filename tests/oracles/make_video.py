@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,46 +62,47 @@ MESSAGES: list[list[dict[str, Any]]] = [
 """Messages that whole models answer; their videos are those of ``VIDEOS``."""
 
 
-def processed() -> dict[str, Any]:
-    """Pixels and indices of videos, as the processor makes them."""
+def processed(patch: int, make: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Pixels and indices of videos, and frames a second of those taken; ``make`` gives a processor its settings."""
     values: dict[str, Any] = {}
     for name, (count, _, _, rate, more) in VIDEOS.items():
-        made = Qwen3VLVideoProcessor(**{**RULES, "cap_pixels_per_frame": False, **more})
         pixels = torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy())
         metadata = [{"fps": rate, "total_num_frames": count}]
-        found = made([pixels], video_metadata=metadata, return_metadata=True, return_tensors="pt")
+        found = make(more)([pixels], video_metadata=metadata, return_metadata=True, return_tensors="pt")
         times, rows, columns = (int(n) for n in found["video_grid_thw"][0])
-        patches = found["pixel_values_videos"].numpy().reshape(times, rows // 2, columns // 2, 2, 2, 3, 2, 16, 16)
-        laid = patches.transpose(0, 1, 3, 7, 2, 4, 8, 6, 5).reshape(times, rows * 16, columns * 16, 6)
+        cut = (times, rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)
+        patches = found["pixel_values_videos"].numpy().reshape(cut).transpose(0, 1, 3, 7, 2, 4, 8, 6, 5)
+        laid = patches.reshape(times, rows * patch, columns * patch, 6)
         values[f"{name}/shape"] = np.asarray(laid.shape)
         values[f"{name}/pixels"] = laid[:, ::STRIDE, ::STRIDE].astype(np.float32)
         values[f"{name}/frames"] = np.asarray(found["video_metadata"][0].frames_indices)
+        values[f"{name}/rate"] = np.asarray(found["video_metadata"][0].sampled_fps)
+    return values
+
+
+def by_timestamps() -> dict[str, Any]:
+    """As the processor of Qwen3-VL makes them."""
+    values = processed(16, lambda more: Qwen3VLVideoProcessor(**{**RULES, "cap_pixels_per_frame": False, **more}))
+    return {key: value for key, value in values.items() if not key.endswith("/rate")}
+
+
+def by_position() -> dict[str, Any]:
+    """As the processor of Qwen2-VL makes them, and times as positions."""
+
+    def made(more: dict[str, Any]) -> Any:
+        taken = {key: value for key, value in more.items() if key in ("fps", "num_frames")}
+        small = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}, "do_sample_frames": True}
+        return Qwen2VLVideoProcessor(**{"fps": 2, **small, **taken}, cap_pixels_per_frame=False)
+
+    values = processed(14, made)
+    for name in VIDEOS:
+        seconds = torch.tensor(2 / float(values.pop(f"{name}/rate")))
+        values[f"{name}/numbers"] = (torch.arange(values[f"{name}/shape"][0]) * (4 * seconds)).long().numpy()
     return values
 
 
 def text(said: str) -> dict[str, str]:
     return {"type": "text", "text": said}
-
-
-def by_position() -> dict[str, Any]:
-    """Pixels and indices of videos, as the processor of Qwen2-VL makes them, and times as positions."""
-    values: dict[str, Any] = {}
-    for name, (count, _, _, rate, more) in VIDEOS.items():
-        more = {key: value for key, value in more.items() if key in ("fps", "num_frames")}
-        small = {"size": {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 12}, "do_sample_frames": True}
-        made = Qwen2VLVideoProcessor(**{"fps": 2, **small, **more}, cap_pixels_per_frame=False)
-        pixels = torch.from_numpy(named_video(name).transpose(0, 3, 1, 2).copy())
-        metadata = [{"fps": rate, "total_num_frames": count}]
-        found = made([pixels], video_metadata=metadata, return_metadata=True, return_tensors="pt")
-        times, rows, columns = (int(n) for n in found["video_grid_thw"][0])
-        patches = found["pixel_values_videos"].numpy().reshape(times, rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)
-        laid = patches.transpose(0, 1, 3, 7, 2, 4, 8, 6, 5).reshape(times, rows * 14, columns * 14, 6)
-        values[f"{name}/shape"] = np.asarray(laid.shape)
-        values[f"{name}/pixels"] = laid[:, ::STRIDE, ::STRIDE].astype(np.float32)
-        values[f"{name}/frames"] = np.asarray(found["video_metadata"][0].frames_indices)
-        seconds = torch.tensor(2 / found["video_metadata"][0].sampled_fps)
-        values[f"{name}/numbers"] = (torch.arange(times) * (4 * seconds)).long().numpy()
-    return values
 
 
 def dialogues() -> dict[str, Any]:
@@ -371,7 +373,7 @@ def main() -> None:
     versions = json.dumps({"torch": torch.__version__, "transformers": transformers.__version__})
     names = [name for name in sys.argv[1:] if name in MODELS]
     if not sys.argv[1:]:
-        np.savez_compressed(HERE / "values.npz", versions=versions, **processed())
+        np.savez_compressed(HERE / "values.npz", versions=versions, **by_timestamps())
         np.savez_compressed(HERE / "positions.npz", versions=versions, **by_position())
         (HERE / "dialogues.json").write_text(json.dumps(dialogues(), ensure_ascii=False) + "\n")
     (HERE / "messages.jsonl").write_text("".join(json.dumps(asked) + "\n" for asked in MESSAGES))

@@ -3,16 +3,12 @@ layouts and schedules."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from tiny import tiny
+from tiny import ADAPTERS, NESTED, SPLIT, TWO_STAGES, Changes, cases, layouts, tiny
 
 from mmjax.config import load_config
 from mmjax.parity import check
 from mmjax.parity.shrink import shrink
 
-Changes = dict[str, Any]
 DENSE: Changes = {
     "llm/Decoder.layers": 4,
     "llm/Decoder.head_dim": 8,
@@ -53,17 +49,7 @@ IN_STAGE: Changes = {"llm/Decoder.kv_shared_layers": 1, "llm/Layout.layers": (1,
 PER_LAYER: Changes = SHARED | {"llm/Decoder.per_layer_width": 12, "llm/Decoder.norm_eps": 0.1}
 
 
-def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
-    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
-    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
-    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
-
-
-SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
-NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
 THREE: Changes = {"Train.schedule": "three-phase", "Train.microbatches": 4, "vision/Layout.lanes": 2}
-ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
-TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
 MATRIX: dict[str, Changes] = {
     "two stages, zb-h1": DENSE | TWO_STAGES | SPLIT,
     "cp and tp": DENSE | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
@@ -100,10 +86,7 @@ MATRIX: dict[str, Changes] = {
 FAST = "two layers on one device"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(MATRIX[name], id=name, marks=[] if name == FAST else [pytest.mark.long]) for name in MATRIX],
-)
+@cases(MATRIX, fast=FAST)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

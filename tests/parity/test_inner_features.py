@@ -6,16 +6,13 @@ stages both of the LLM's have layers that features enter, and both of the tower'
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from tiny import tiny
+from tiny import NESTED, TWO_STAGES, Changes, layouts, tiny
 
 from mmjax.config import load_config
 from mmjax.parity import check
 from mmjax.parity.shrink import shrink
 
-Changes = dict[str, Any]
 DENSE: Changes = {
     "vision/ViT.layers": 4,
     "vision/ViT.positions": "learned2d+axial",
@@ -40,15 +37,7 @@ EXPERTS: Changes = DENSE | {
 }
 
 
-def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
-    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
-    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
-    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
-
-
-NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
 PHASED: Changes = {"Train.schedule": "three-phase", "Train.microbatches": 4, "Train.window": 2}
-TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
 MATRIX: dict[str, Changes] = {
     "two stages of both": DENSE | TWO_STAGES,
     "experts, ep and cp": EXPERTS | layouts(4, {"cp": 2}, dp=2, cp=2, ep=2),

@@ -4,16 +4,12 @@ schedules."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from tiny import tiny
+from tiny import ADAPTERS, NESTED, SPLIT, TWO_STAGES, Changes, cases, layouts, tiny
 
 from mmjax.config import load_config
 from mmjax.parity import check
 from mmjax.parity.shrink import shrink
 
-Changes = dict[str, Any]
 DECODER: Changes = {
     "llm/Decoder.layers": 4,
     "llm/Decoder.norm_plus_one": True,
@@ -68,22 +64,12 @@ TOWER: Changes = {
 """A tower and an embedder as in Gemma 4."""
 
 
-def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
-    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
-    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
-    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
-
-
 OLMO3: Changes = {
     **{"llm/Decoder.layers": 4, "llm/Decoder.pre_norms": False, "llm/Decoder.post_norms": True},
     **{"llm/Decoder.qk_norm": True, "llm/Decoder.qk_norm_whole": True, "llm/Decoder.window": 6},
     **{"llm/Decoder.full_every": 2, "llm/Decoder.local_rope_theta": 100.0},
     "llm/Decoder.norm_eps": 1e-2,  # initial branches are small, and with 1e-5 their norms enlarge rounding
 }
-SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
-NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
-ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
-TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
 MATRIX: dict[str, Changes] = {
     "two stages, zb-h1": GEMMA3 | TWO_STAGES | SPLIT,
     "caps, cp and tp": PALIGEMMA2 | layouts(4, {"cp": 2, "tp": 2}, cp=2, tp=2),
@@ -133,10 +119,7 @@ MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder
 FAST = "two layers on one device"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(MATRIX[name], id=name, marks=[] if name == FAST else [pytest.mark.long]) for name in MATRIX],
-)
+@cases(MATRIX, fast=FAST)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

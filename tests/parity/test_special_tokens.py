@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from tiny import tiny
+from tiny import NESTED, Changes, cases, layouts, tiny
 
 from mmjax.parity import check
 
-Changes = dict[str, Any]
 DINOV3: Changes = {
     **{"vision/ViT.positions": "axial_centres", "vision/ViT.class_token": True, "vision/ViT.registers": 2},
     **{"vision/ViT.k_bias": False, "vision/ViT.layer_scale": True, "vision/ViT.gated": True},
@@ -21,13 +17,6 @@ DINOV2: Changes = {
 }
 
 
-def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
-    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
-    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
-    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
-
-
-NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
 SPLIT: Changes = {"Train.schedule": "zb-h1", "vision/Layout.layers": (1, 1)}
 ONE = "registers without a class token"
 MATRIX: dict[str, Changes] = {
@@ -45,10 +34,7 @@ MATRIX: dict[str, Changes] = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(MATRIX[name], id=name, marks=[] if name == ONE else [pytest.mark.long]) for name in MATRIX],
-)
+@cases(MATRIX, fast=ONE)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import pytest
 
 from mmjax.config import load_config
 from mmjax.mesh.layout import Layout
@@ -54,6 +57,29 @@ def layout_bindings(vision: Layout, llm: Layout) -> dict[str, int]:
     names = ("dp", "pp", "tp", "rank_offset", "optimizer_instances")
     both = {"vision": vision, "llm": llm}
     return {f"{m}/Layout.{f}": getattr(o, f) for m, o in both.items() for f in names}
+
+
+Changes = dict[str, Any]
+
+
+def layouts(offset: int, vision: Changes, **llm: Any) -> Changes:
+    """Layouts of both modules; the encoder's ranks begin at ``offset``."""
+    changes = {f"llm/Layout.{name}": value for name, value in llm.items()}
+    return changes | {f"vision/Layout.{name}": value for name, value in (vision | {"rank_offset": offset}).items()}
+
+
+NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4, "vision/Layout.lanes": 2}
+SPLIT: Changes = {"Train.schedule": "zb-h1", "Train.clip_norm": 0.5}
+ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*"), "llm/Optimizer.frozen": True}
+TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
+
+
+def cases(matrix: Mapping[str, Changes], fast: str) -> pytest.MarkDecorator:
+    """``changes`` of each case of a matrix, by its name; all but ``fast`` are long tests."""
+    marks = {name: [] if name == fast else [pytest.mark.long] for name in matrix}
+    return pytest.mark.parametrize(
+        "changes", [pytest.param(matrix[name], id=name, marks=marks[name]) for name in matrix]
+    )
 
 
 # What an audio encoder adds. Its widths divide by 1, 2 and 4, too.
