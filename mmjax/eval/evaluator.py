@@ -18,7 +18,7 @@ from mmjax.data.sample import answer_text, loss_weight, prompt_only
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import Sample, SampleMeta
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 from mmjax.eval.rounds import Rounds
 from mmjax.eval.scores import Evaluation, score
 from mmjax.models.config import LLM
@@ -208,7 +208,8 @@ class Evaluator:
             return result
         packer, remaining = self.parts.packer, iter(indices)
         with self._loaded(states, meet):
-            for prompts, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in indices]):
+            noisy = [prompt_only(_from_noise(samples[index], packer.encoders)) for index in indices]
+            for prompts, packed in self.rounds(noisy):
                 meet()
                 drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in prompts]
                 for name, patches in self.predictor.draw(packed.batch).items():
@@ -264,6 +265,7 @@ def _by_sample(places: Sequence[tuple[int, int]], replies: Sequence[Sequence[Ans
     return [replies[microbatch][row] for microbatch, row in places]
 
 
-def _from_noise(sample: Sample) -> Sample:
-    """The sample with pure noise (time 1) in place of the media to be drawn."""
-    return replace(sample, times={name: (1.0,) * len(media) for name, media in sample.times.items()})
+def _from_noise(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> Sample:
+    """The sample with pure noise in place of the media to be drawn, each with its condition."""
+    times = {name: (encoders[name].process.pure,) * len(media) for name, media in sample.times.items()}
+    return replace(sample, times=times, dropped={})

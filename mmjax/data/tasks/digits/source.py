@@ -312,8 +312,10 @@ class DigitsSource:
         if not draws:
             return sample
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 2])
-        noise = rng.standard_normal(rendered[name][0].shape, np.float32)
-        return replace(sample, noise={name: (noise,)}, times={name: (float(rng.random()),)})
+        (canvas,), spec = rendered[name], self.encoders[name]
+        draw = spec.process.draw(rng, canvas.shape, spec.patches(*canvas.shape[:2]))
+        dropped = {name: (True,)} if draw.dropped else {}
+        return replace(sample, noise={name: (draw.noise,)}, times={name: (draw.time,)}, dropped=dropped)
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
         """Pixels [h, w, C] float32 in -1…1 of digits side by side, in the common size of drawings.
