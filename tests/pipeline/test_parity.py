@@ -363,6 +363,19 @@ SLOW = {
     "drawing by a ddpm, one program": replace(
         DRAWING, model="drawing by a ddpm", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4)
     ),
+    "drawing, queries": replace(DRAWING, model="drawing, queries"),
+    "drawing, queries, two stages, zb-h1": replace(
+        DRAWING,
+        model="drawing, queries",
+        painter=Layout(tp=2, sp=False, pp=2),
+        schedule="zb-h1",
+        remat="full",
+        microbatches=4,
+        samples=25,
+    ),
+    "drawing, queries, three phases": replace(
+        DRAWING, model="drawing, queries", schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
+    ),
     "drawing, chunks": DRAWING_CHUNKED,
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }

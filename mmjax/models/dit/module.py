@@ -46,7 +46,7 @@ class DiffusionTransformer(Module):
         """Features of the context's host input "patches", which are noisy; ``p`` are the module's parameters on its
         first stage.
         """
-        return layers.embed_patches(p, context.inputs["patches"])
+        return layers.embed_patches(p, context.inputs["patches"], self.config.queries)
 
     @property
     def losses(self) -> Mapping[str, Loss]:
@@ -90,4 +90,12 @@ class DiffusionTransformer(Module):
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into patches, for the data side."""
         c = self.config
-        return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True, process=c.noising)
+        return EncoderSpec(
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.channels,
+            special=c.queries,
+            queries=c.queries,
+            drawn=True,
+            process=c.noising,
+        )
