@@ -13,6 +13,7 @@ import numpy as np
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.derived import in_text
+from mmjax.data.processor.template import MEDIUM
 from mmjax.data.sample import EncodedDialogue, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources.config import SourceConfig
@@ -21,6 +22,7 @@ from mmjax.data.sources.images import Measure
 from mmjax.data.sources.indexing import Indexer, index_settings
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.sources.places import DRAWING
 from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.sources.tokenized import RecordTokenizer, Targets, TokenizedRecord
@@ -218,6 +220,8 @@ class PreparedRecords:
             return "", ""
         turns, format_text = tokenized.record.dialogue, self._records.template.formatted
         answer = "" if is_prompt(turns) else tokenized.dialogue.answer or turns[last_answer(turns)].text
+        if tokenized.record.targets:  # no text that the model says stands for a picture
+            answer = answer.replace(DRAWING, "").replace(MEDIUM, "")
         return format_text(without_literals(last_question(turns))), format_text(without_literals(answer))
 
     def _tokenized(self, number: int, faults: list[Fault]) -> TokenizedRecord | None:
