@@ -16,6 +16,8 @@ from mmjax.viz.predictions import Prediction, as_image, draw_predictions
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
 """Media [h, w, C] drawn for one sample, by generator; values in the range that is learned."""
 
+_PICTURE = "(a picture)"
+
 
 def draw_answers(
     samples: Sequence[Sample],
@@ -45,7 +47,7 @@ def draw_answers(
         Prediction(
             images=(*_shown(sample), *map(_as_drawing, (*_targets(sample), *itertools.chain(*drawn.values())))),
             question=sample.question,
-            answer=sample.answer,
+            answer=_PICTURE if is_wordless(sample) else sample.answer,
             predicted=None if is_wordless(sample) else answer,
             ok=answer == sample.answer,
             broken=": ".join(sample.broken[1:3]),
