@@ -116,21 +116,6 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
-    """The random numbers of one medium in training.
-
-    Attributes:
-      noise: of the medium's shape, float32.
-      time: its time in the process.
-      dropped: whether it is learned without its condition.
-    """
-
-    noise: np.ndarray
-    time: float
-    dropped: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Process(ProcessSettings):
     """A noise process: times, mixtures of a medium with noise, targets and weights.
 
@@ -154,11 +139,13 @@ class Process(ProcessSettings):
         """ā_t of each timestep of a ddpm, [train_steps] float64: the share of the medium's variance in the mixture."""
         return _signal_shares(self.betas, self.beta_start, self.beta_end, self.train_steps, self.zero_snr)
 
-    def draw(self, rng: np.random.Generator, size: tuple[int, ...], patches: int) -> Draw:
-        """Random numbers for a medium of shape ``size``, which is cut into ``patches`` patches; advances ``rng``."""
-        noise = rng.standard_normal(size, np.float32)
-        time = self.draw_time(rng, patches)
-        return Draw(noise=noise, time=time, dropped=self.draw_dropped(rng))
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], patches: int) -> tuple[np.ndarray, float]:
+        """Noise of a medium's ``shape``, float32, and its training time, for a medium of ``patches`` patches.
+
+        ``rng`` is advanced.
+        """
+        noise = rng.standard_normal(shape, np.float32)
+        return noise, self.draw_time(rng, patches)
 
     def draw_time(self, rng: np.random.Generator, patches: int) -> float:
         """A training time for a medium of ``patches`` patches; advances ``rng``."""

@@ -278,8 +278,8 @@ class Sample:
         that is missing here is not trained on this sample.
       times: per generator and medium to be drawn, its time in the generator's noise process, such as the share of noise
         in the mixture, in 0…1 (see `Process`).
-      dropped: per generator and medium to be drawn, whether it is learned without its condition; () or a missing
-        generator for none.
+      dropped: per generator and medium to be drawn, opened or not, whether it is learned without its condition; a
+        missing generator for none.
       broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
       normalised: the mean that was subtracted from each channel of its images, and the deviation by which they were
         then divided; () for neither.

@@ -14,7 +14,7 @@ import numpy as np
 from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
-from mmjax.data.sample import answer_text, loss_weight, prompt_only
+from mmjax.data.sample import answer_text, drawing_prompt, is_wordless, loss_weight, prompt_only
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.tokenizer import Tokenizer
@@ -92,6 +92,8 @@ class Evaluator:
     ) -> list[str]:
         """The text of the model's answer to each sample's last question, by greedy decoding; all processes call it.
 
+        It is "" for a sample whose right answer is a picture alone.
+
         Args:
           states: the states of this process's stages by name, such as "llm.0"; only parameters are read.
           samples: the samples; right answers follow their prompts, and limit how long an answer is.
@@ -100,11 +102,12 @@ class Evaluator:
         """
         # The length of the longest right answer of all samples, with its end token. So no answer depends on the samples
         # that share its round.
-        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in samples)
-        replies = self.write(states, samples, limit=max(lengths, default=1), report=report, meet=meet)
+        asked = [sample for sample in samples if not is_wordless(sample)]
+        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in asked)
+        replies = iter(self.write(states, asked, limit=max(lengths, default=1), report=report, meet=meet))
         return [
-            answer_text(self.parts.tokenizer, sample, reply.tokens)
-            for sample, reply in zip(samples, replies, strict=True)
+            "" if is_wordless(sample) else answer_text(self.parts.tokenizer, sample, next(replies).tokens)
+            for sample in samples
         ]
 
     def write(
@@ -208,7 +211,7 @@ class Evaluator:
             return result
         packer, remaining = self.parts.packer, iter(indices)
         with self._loaded(states, meet):
-            noisy = [prompt_only(_from_noise(samples[index], packer.encoders)) for index in indices]
+            noisy = [drawing_prompt(_from_noise(samples[index], packer.encoders)) for index in indices]
             for prompts, packed in self.rounds(noisy):
                 meet()
                 drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in prompts]

@@ -86,7 +86,7 @@ def evaluate(
     if data:
         recipe = for_folder(recipe, data, source)
     samples = held_out(recipe, count or (sys.maxsize if data else recipe.train.eval_samples or USUAL_SAMPLES))
-    parts = place(recipe)
+    parts = place(recipe, trained=False)
     step, states = load_parameters(parts, run_dir)
     swapped = {} if data else exchanged(recipe, parts.tokenizer, samples)
     prompts = [*samples, *(sample for variants in swapped.values() for sample in variants)]

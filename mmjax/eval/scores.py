@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmjax.data.sample import is_wordless
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.types import Sample
@@ -76,9 +77,11 @@ def score(
       code_accuracy: kept as `Evaluation.code_accuracy`.
 
     Returns:
-      Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples.
+      Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples. A
+      sample whose right answer is a picture alone counts for neither.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
+    asked = [not is_wordless(sample) for sample in samples]
     total = sum(len(s.answer) for s in samples)
     matches = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
     by_kind: dict[str, list[bool]] = {}
@@ -87,7 +90,7 @@ def score(
             by_kind.setdefault(sample.kind, []).append(ok)
     return Evaluation(
         answers=tuple(answers),
-        exact_match=sum(right) / max(1, len(samples)),
+        exact_match=sum(map(all, zip(right, asked, strict=True))) / max(1, sum(asked)),
         character_accuracy=matches / max(1, total),
         kinds={kind: sum(correct) / len(correct) for kind, correct in sorted(by_kind.items())},
         drawings=tuple(drawings),

@@ -244,6 +244,7 @@ def test_a_dropped_condition_reaches_no_token_of_its_drawing() -> None:
     samples = [(plain.sample(index), dropping.sample(index)) for index in range(24)]
     drops = [any(after.dropped.get("painter", ())) for _, after in samples]
     assert 2 < sum(drops) < 12
+    assert [dropping.sample(index, ()).dropped for index in range(24)] == [after.dropped for _, after in samples]
     packer = make_packer(DATA, specs, dropping, TOKENIZER, cells=1, global_batch=8, microbatches=1)
     for before, after in samples:
         assert before.times == after.times and (before.tokens == after.tokens).all()

@@ -98,7 +98,7 @@ def test_timesteps_of_a_ddpm_are_whole_and_all_are_drawn() -> None:
 def test_conditions_are_dropped_as_often_as_is_said() -> None:
     rng = np.random.default_rng(0)
     process = Process(drop_condition=0.2)
-    assert 150 < sum(process.draw(rng, (1,), 1).dropped for _ in range(1000)) < 250
+    assert 150 < sum(process.draw_dropped(rng) for _ in range(1000)) < 250
     before = rng.bit_generator.state
     assert not Process().draw_dropped(rng) and rng.bit_generator.state == before
 

@@ -131,7 +131,7 @@ class Indexer:
         record = None
         try:
             record = self.reader.read(entry.place)
-            for media in (*record.images, *record.recordings):
+            for media in (*record.images, *record.recordings, *record.targets):
                 if media.is_video:
                     files |= dict.fromkeys(files_of(media))
                 elif media.path and not storage.is_url(media.path):
@@ -155,6 +155,7 @@ class Indexer:
             originals=tuple(image.original for image in tokenized.images),
             recordings=tuple(tokenized.recordings),
             clips=tuple(image.clip or (0, 0.0) for image in tokenized.images),
+            targets=self.records.numbered(tokenized.targets),
             key=indexes.key_of(record, self.records.config.question),
         )
 
