@@ -198,12 +198,23 @@ class Evaluator:
                 total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(packed.batch))
         return total / weight
 
+    def drawing_steps(self, samples: Sequence[Sample]) -> int:
+        """The number of steps in which `drawings` draws for these samples, of all rounds and generators together."""
+        rounds = -(-sum(bool(sample.noise) for sample in samples) // self.rounds.size)
+        generators = self.parts.placed.model.generators.items()
+        drawn = [node for name, node in generators if name not in self.predictor.talkers]
+        return rounds * sum(getattr(node.config, "steps", 1) for node in drawn)
+
     def drawings(
-        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        meet: Meet = lambda: None,
+        report: Callable[[], None] = lambda: None,
     ) -> list[Drawings]:
         """For each sample, the media [h, w, C] that each generator draws; {} for one without noise to start from.
 
-        For `states` and `meet` see `answers`.
+        For `states` and `meet` see `answers`; `report` is called after each step of drawing.
         """
         result: list[Drawings] = [{} for _ in samples]
         indices = [index for index, sample in enumerate(samples) if sample.noise]
@@ -215,7 +226,7 @@ class Evaluator:
             for prompts, packed in self.rounds(noisy):
                 meet()
                 drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in prompts]
-                for name, patches in self.predictor.draw(packed.batch).items():
+                for name, patches in self.predictor.draw(packed.batch, lambda name, done: report()).items():
                     first = 0
                     for plan, rows in zip(packed.plans, patches, strict=True):
                         for sample, media in packer.media(name, plan, rows).items():

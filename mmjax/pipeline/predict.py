@@ -137,9 +137,9 @@ class Predictor(Walker):
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
 
-    def programs(self) -> list[Program]:
-        """All programs that this process has to compile; they may repeat."""
-        passes = [self._prediction, *(self._decoding if self.writes else ())]
+    def programs(self, *, text: bool = True) -> list[Program]:
+        """All programs that this process has to compile, without ``text`` those that write none; they may repeat."""
+        passes = [self._prediction, *(self._decoding if text and self.writes else ())]
         programs = [program for forward in passes for program in forward.programs.values()]
         boundaries = [boundary for forward in passes for boundary in forward.boundaries.values()]
         programs += [p for boundary in boundaries for p in boundary.forward.programs()]
