@@ -134,6 +134,10 @@ class Process(ProcessSettings):
         """The divisor that puts times into 0…1: 1 of a flow, the number of timesteps of a ddpm."""
         return self.pure
 
+    def time_at(self, share: float) -> float:
+        """The time at a share, below 1, of all times: of a ddpm a whole timestep."""
+        return share if self.process == "flow" else float(int(share * self.train_steps))
+
     @property
     def signal_shares(self) -> np.ndarray:
         """ā_t of each timestep of a ddpm, [train_steps] float64: the share of the medium's variance in the mixture."""

@@ -29,6 +29,8 @@ from mmjax.pipeline.stage_state import State
 from mmjax.viz.answers import Drawings
 
 _RECORDS = Sources()
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Levels of noise at which an evaluation has losses of generators."""
 Meet = Callable[[], None]
 """A function called before each round on the devices; it may raise to end the evaluation."""
 
@@ -161,8 +163,9 @@ class Evaluator:
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
         text_loss = self.loss(states, samples, meet) if loss else None
+        levels = self.level_losses(states, samples, meet) if loss else {}
         codes = self.code_accuracy(states, samples, meet)
-        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes)
+        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes, level_losses=levels)
 
     def code_accuracy(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
@@ -198,12 +201,41 @@ class Evaluator:
                 total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(packed.batch))
         return total / weight
 
+    def level_losses(
+        self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
+    ) -> dict[str, dict[str, float]]:
+        """The mean squared error of each generator's predictions by level of noise; {} without media to be made.
+
+        Levels are the middles of five equal parts of a process's times, by their share of the last time, such as "0.1".
+        Noise is the samples' own, and none is without its condition. For `states` and `meet` see `answers`.
+        """
+        noisy, encoders = [sample for sample in samples if sample.noise], self.parts.packer.encoders
+        if not noisy:
+            return {}
+        errors, counts = dict[str, np.ndarray](), dict[str, int]()
+        with self._loaded(states, meet):
+            for packed in zip(*(self.rounds(_at_level(noisy, level, encoders)) for level in LEVELS), strict=True):
+                meet()
+                batches = [of_level.batch for _, of_level in packed]
+                for number, predicted in enumerate(self.predictor.predictions(batches)):
+                    for name, predictions in predicted.items():
+                        sums = errors.setdefault(name, np.zeros(len(LEVELS)))
+                        for prediction, (_, inputs) in zip(predictions, batches[number], strict=True):
+                            of_patches = inputs[name]["weights"] > 0
+                            off = prediction[of_patches] - inputs[name]["targets"][of_patches]
+                            sums[number] += np.square(off, dtype=np.float64).sum()
+                            counts[name] = counts.get(name, 0) + (off.size if number == 0 else 0)
+        return {
+            name: {f"{level:g}": float(total) / counts[name] for level, total in zip(LEVELS, sums, strict=True)}
+            for name, sums in errors.items()
+            if counts[name]
+        }
+
     def drawing_steps(self, samples: Sequence[Sample]) -> int:
         """The number of steps in which `drawings` draws for these samples, of all rounds and generators together."""
         rounds = -(-sum(bool(sample.noise) for sample in samples) // self.rounds.size)
-        generators = self.parts.placed.model.generators.items()
-        drawn = [node for name, node in generators if name not in self.predictor.talkers]
-        return rounds * sum(getattr(node.config, "steps", 1) for node in drawn)
+        generators = self.parts.placed.model.generators
+        return rounds * sum(getattr(generators[name].config, "steps", 1) for name in self.predictor.painters)
 
     def drawings(
         self,
@@ -277,6 +309,19 @@ def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[in
 def _by_sample(places: Sequence[tuple[int, int]], replies: Sequence[Sequence[Answer]]) -> list[Answer]:
     """The replies of a round in the order of its samples; `places` has the microbatch and row of each."""
     return [replies[microbatch][row] for microbatch, row in places]
+
+
+def _at_level(samples: Sequence[Sample], level: float, encoders: Mapping[str, EncoderSpec]) -> list[Sample]:
+    """The samples with all media to be made at one level of noise, each with its condition."""
+    processes = {name: spec.process for name, spec in encoders.items()}
+    return [
+        replace(
+            sample,
+            times={name: (float(processes[name].time_at(level)),) * len(media) for name, media in sample.times.items()},
+            dropped={},
+        )
+        for sample in samples
+    ]
 
 
 def _from_noise(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> Sample:

@@ -98,14 +98,14 @@ def evaluate(
     with Progress(len(prompts), "answering", log_every=len(prompts), style=style) as bar:
         answers = evaluator.answers(states, prompts, bar.update)
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
-    codes = evaluator.code_accuracy(states, samples)
+    codes, levels = evaluator.code_accuracy(states, samples), evaluator.level_losses(states, samples)
     # First the answers to the samples as they are, then as many for each encoder whose media are exchanged.
     plain, *variants = [answers[at : at + len(samples)] for at in range(0, len(prompts), len(samples))]
     task = recipe.data.origin
     return EvalReport(
         step=step,
         samples=samples,
-        evaluation=score(samples, plain, drawings, loss, task, code_accuracy=codes),
+        evaluation=score(samples, plain, drawings, loss, task, code_accuracy=codes, level_losses=levels),
         swapped={
             name: score(variant, replies, task=task)
             for (name, variant), replies in zip(swapped.items(), variants, strict=True)

@@ -99,12 +99,6 @@ def draw_pictures(
     return [made[first : first + samples] for first in range(0, len(made), samples)]
 
 
-def as_levels(picture: np.ndarray) -> np.ndarray:
-    """Levels 0…255, uint8, of a picture [h, w, C] in -1…1; [h, w] if it has one channel."""
-    levels = np.clip(np.round((picture.astype(np.float64) + 1) * 127.5), 0, 255).astype(np.uint8)
-    return levels[..., 0] if picture.shape[-1] == 1 else levels
-
-
 def write_pictures(folder: Path, pictures: Sequence[Sequence[Pictures]]) -> list[list[list[str]]]:
     """Writes pictures as PNG files, "<prompt>-<sample>.png"; of several in an answer "<prompt>-<sample>-<number>.png".
 
@@ -116,6 +110,8 @@ def write_pictures(folder: Path, pictures: Sequence[Sequence[Pictures]]) -> list
       The paths, by dialogue and by sample.
     """
     from PIL import Image
+
+    from mmjax.viz.grid import as_levels
 
     paths: list[list[list[str]]] = []
     for prompt, of_prompt in enumerate(pictures, 1):

@@ -262,14 +262,44 @@ class Predictor(Walker):
         self._require_fitting(microbatches)
         self._run_over_rows(microbatches)
         drawn = {}
-        for name, node in self.placed.model.generators.items():
-            if name not in self.talkers:
-                predict = self._guided(name, self._with_conditions(name, microbatches))
-                drawn[name] = node.module.draw(
-                    [inputs[name] for _, inputs in microbatches], _reported(predict, partial(report, name))
-                )
+        for name in self.painters:
+            module = self.placed.model.generators[name].module
+            predict = self._guided(name, self._with_conditions(name, microbatches))
+            drawn[name] = module.draw(
+                [inputs[name] for _, inputs in microbatches], _reported(predict, partial(report, name))
+            )
         self._drop_arrays()
         return drawn
+
+    def predictions(
+        self, batches: Sequence[Sequence[tuple[Signature, InputShapes]]]
+    ) -> list[dict[str, list[np.ndarray]]]:
+        """What each generator of media predicts of its noisy patches, without guidance. ``load`` has to come first.
+
+        Args:
+          batches: each as for ``losses``. They differ in inputs of generators alone: the language model runs once.
+
+        Returns:
+          By batch, predictions [R, T, E] by generator, for each microbatch.
+
+        Raises:
+          ValueError: when the number of microbatches is not the predictor's, or they have send lists.
+        """
+        for microbatches in batches:
+            self._require_fitting(microbatches)
+        self._run_over_rows(batches[0])
+        predicted: list[dict[str, list[np.ndarray]]] = [{} for _ in batches]
+        for name in self.painters:
+            predict = self._with_conditions(name, batches[0])
+            for by_generator, microbatches in zip(predicted, batches, strict=True):
+                by_generator[name] = predict([inputs[name] for _, inputs in microbatches])
+        self._drop_arrays()
+        return predicted
+
+    @property
+    def painters(self) -> tuple[str, ...]:
+        """Names of the generators of media."""
+        return tuple(name for name in self.placed.model.generators if name not in self.talkers)
 
     @property
     def talkers(self) -> tuple[str, ...]:

@@ -9,55 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from painted_runs import painted_run
 from PIL import Image
 from trial_runs import leaves
 
 from mmjax.assembly.model import build_model
-from mmjax.config import load_config, load_run_config
+from mmjax.config import load_run_config
 from mmjax.data.loader import tokenizer_of
 from mmjax.data.messages import write_messages
 from mmjax.data.picture_prompts import ends_with_picture, with_blanks, with_picture
 from mmjax.generate.__main__ import main
 from mmjax.generate.messages import for_pictures
-from mmjax.generate.pictures import as_levels
 from mmjax.reference import draw
 from mmjax.reference.positions import cut_patches
-from mmjax.train.trainer import Trainer
 
-RUN = """
-Model.encoders = {}
-Model.generators = {'painter': 'dit'}
-Data.sources = {'mine': 1.0}
-mine/Source.kind = 'pictures'
-mine/Source.template = 'chatml'
-mine/Source.draw = True
-mine/Source.drawn_size = (8, 8)
-mine/Source.held_out = 2
-Data.sequence_length = 96
-Data.workers = 0
-llm/Decoder.layers = 2
-llm/Decoder.width = 16
-llm/Decoder.heads = 2
-llm/Decoder.kv_heads = 2
-llm/Decoder.mlp = 24
-painter/DiT.layers = 2
-painter/DiT.width = 16
-painter/DiT.heads = 2
-painter/DiT.mlp = 24
-painter/DiT.channels = 3
-painter/DiT.steps = 4
-painter/DiT.drop_condition = 0.3
-llm/Layout.pp = 2
-painter/Layout.pp = 2
-painter/Layout.rank_offset = 2
-Train.steps = 2
-Train.global_batch = 4
-Train.microbatches = 2
-Train.eval_samples = 0
-Checkpoint.every = 2
-Optimizer.learning_rate = 0.02
-"""
-COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 PROMPTS = [[{"role": "user", "content": text}] for text in ("red", "a green one, please")]
 ONE_DEVICE = ("--gin.llm/Layout.pp=1", "--gin.painter/Layout.pp=1", "--gin.painter/Layout.rank_offset=0")
 
@@ -65,17 +30,7 @@ ONE_DEVICE = ("--gin.llm/Layout.pp=1", "--gin.painter/Layout.pp=1", "--gin.paint
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps on pictures of colours."""
-    folder = tmp_path_factory.mktemp("painted")
-    (folder / "pictures").mkdir()
-    for number in range(8):
-        name = list(COLOURS)[number % 3]
-        Image.new("RGB", (9, 9), COLOURS[name]).save(folder / "pictures" / f"{number}.png")
-        (folder / "pictures" / f"{number}.txt").write_text(name)
-    (folder / "run.gin").write_text(RUN)
-    paths = [f"mine/Source.path={str(folder / 'pictures')!r}", f"Data.cache={str(folder / 'cache')!r}"]
-    with Trainer(load_config([folder / "run.gin"], paths), folder / "run", style="silent") as trainer:
-        trainer.train()
-    return folder / "run"
+    return painted_run(tmp_path_factory.mktemp("painted"))
 
 
 def asked(folder: Path, prompts: Sequence[Any] = PROMPTS) -> str:
@@ -130,12 +85,6 @@ def test_a_message_asks_for_pictures_of_its_own_sizes(
     )
     assert (first.shape, second.shape) == ((4, 8, 3), (8, 8, 3))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["1-1-1.png", "1-1-2.png"]
-
-
-def test_levels_go_from_black_to_white() -> None:
-    picture = np.array([[[-1.5, -1.0, 0.0], [0.5, 1.0, 2.0]]], np.float32)
-    np.testing.assert_array_equal(as_levels(picture), [[[0, 0, 128], [191, 255, 255]]])
-    assert as_levels(picture[..., :1]).shape == (1, 2)
 
 
 def test_a_dialogue_asks_for_a_picture_at_its_end_alone() -> None:
