@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmjax.data.derived import in_text
+from mmjax.data.process import Process
 from mmjax.data.sample import meta_of
 from mmjax.data.tiles import token_count
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
@@ -143,9 +144,17 @@ class Maker:
             prompt=prompt,
             media_tokens=ids,
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
-            times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
+            times={name: tuple(self._time(rng, name, medium) for medium in media[name]) for name in drawn},
+            dropped={name: tuple(self._process(name).draw_dropped(rng) for _ in media[name]) for name in drawn},
             tiled=tiled,
         )
+
+    def _process(self, name: str) -> Process:
+        return self.encoders[name].process
+
+    def _time(self, rng: np.random.Generator, name: str, medium: np.ndarray) -> float:
+        """A training time of a medium of the generator `name`."""
+        return self._process(name).draw_time(rng, self.encoders[name].patches(*medium.shape[:-1]))
 
     def _text(self, rng: np.random.Generator, shape: SampleKind) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and loss weights of a sample, without its media's placeholders."""

@@ -27,6 +27,7 @@ SOURCE: Bindings = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'")
 CALLS: Bindings = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Layout.rank_offset=8")
 HEARD: Bindings = (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0")
 PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank_offset=8", "Digits.draw=1.0")
+STEPPED: Bindings = (*PAINTED, "painter/DiT.process='ddpm'", "painter/DiT.prediction='v'", "painter/DiT.sampler='ddim'")
 FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
 EXPERTS: Bindings = ("llm/Decoder.experts=4",)
@@ -75,6 +76,28 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Digits.noise": ("(0.1, 0.2)", (), HEARD),
     "Digits.draw": ("0.5", (), PAINTED),
     "Digits.drawn_scale": ("2", (), (*PAINTED,)),
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, (*PAINTED, "painter/DiT.times='logit_normal'"))
+        for name, value in {"times_mean": "0.5", "times_std": "0.5"}.items()
+    },
+    "painter/DiT.shift": ("3.0", (*PAINTED, "painter/DiT.dynamic_shift=True"), PAINTED),
+    "painter/DiT.dynamic_shift": ("True", STEPPED, PAINTED),
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, (*PAINTED, "painter/DiT.dynamic_shift=True"))
+        for name, value in {
+            **{"base_shift": "0.6", "max_shift": "0.9", "base_patches": "100", "max_patches": "8192"}
+        }.items()
+    },
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, STEPPED)
+        for name, value in {
+            **{"betas": "'linear'", "beta_start": "0.0001", "beta_end": "0.02", "train_steps": "100"},
+            **{"zero_snr": "True", "min_snr": "5.0", "spacing": "'trailing'", "steps_offset": "1", "eta": "0.5"},
+            **{"end_clean": "False", "clip": "1.0"},
+        }.items()
+    },
+    "painter/DiT.terminal_time": ("0.02", STEPPED, PAINTED),
+    "painter/DiT.guidance_rescale": ("0.7", PAINTED, (*PAINTED, "painter/DiT.guidance=5.0")),
     "Checkpoint.copy_frozen": ("False", (), (*FROZEN, "Checkpoint.init_from='x'")),
     "vision/ViT.rope_theta": ("50.0", ("vision/ViT.positions='learned2d'",), ()),
     "vision/ViT.grid": ("16", (), ("vision/ViT.positions='learned2d'",)),
@@ -220,8 +243,8 @@ READ = {
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
     "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
-    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight steps activation "
-    "attention remat",
+    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight activation attention "
+    "remat process prediction times drop_condition sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",

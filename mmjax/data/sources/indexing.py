@@ -132,7 +132,7 @@ class Indexer:
         try:
             record = self.reader.read(entry.place)
             heard = self.records.heard(record)
-            for media in (*heard.images, *heard.recordings):
+            for media in (*heard.images, *heard.recordings, *heard.targets):
                 if media.is_video:
                     files |= dict.fromkeys(files_of(media))
                 elif media.path and not storage.is_url(media.path):
@@ -156,6 +156,7 @@ class Indexer:
             originals=tuple(image.original for image in tokenized.images),
             recordings=tuple(tokenized.recordings),
             clips=tuple(image.clip or (0, 0.0) for image in tokenized.images),
+            targets=self.records.numbered(tokenized.targets),
             key=indexes.key_of(record, self.records.config.question),
         )
 
