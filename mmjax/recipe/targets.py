@@ -13,14 +13,14 @@ def require_targets(recipe: Recipe, made: Collection[str] | None = None) -> None
 
     Args:
       recipe: the configuration, such as ``load_config(["digits_vlm"])``.
-      made: the generators for which the samples have pictures, where samples have been read. Without it, generators
-        pass whose pictures are those of records.
+      made: the modules of which the samples have media, where samples have been read. Without it, generators pass whose
+        pictures are those of records.
 
     Raises:
       ConfigError: they have nothing; one line that names a fix.
     """
     origin, talkers = recipe.data.origin, recipe.model.talkers
-    drawn = recipe.data.drawn if made is None else made
+    drawn = recipe.data.drawn if made is None else set(made) & set(recipe.model.generators)
     for name in recipe.model.generators:
         speaks = name in talkers
         if made is None and origin.draws is None and not speaks:

@@ -20,7 +20,9 @@ from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.mixture import Mixture
-from mmjax.data.tokenizer import ByteTokenizer
+from mmjax.data.sources.datasets import open_sources
+from mmjax.data.tasks.task import TaskContext
+from mmjax.data.tokenizer import ByteTokenizer, make_tokenizer
 from mmjax.data.types import EncoderSpec, Sample, StepBatch
 
 PAINTER = EncoderSpec(patch=2, merge=2, channels=3, drawn=True)
@@ -131,6 +133,27 @@ def test_templates_put_it_in_the_assistants_turn(template: str, tmp_path: Path) 
     sample = source_of(tmp_path, FORMS["an edit"][0], template=template).sample(0)
     assert text_of(sample).index("redder") < text_of(sample).index("D") and sample.prompt_media == {"vision": 1, "painter": 0}
     assert (np.flatnonzero(sample.placeholders("painter")) >= sample.prompt).all()
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2_vl", "gemma3", "llava_next"])
+def test_a_folders_template_writes_it_too(name: str, tmp_path: Path) -> None:
+    folder = str(Path(__file__).parents[2] / "oracles" / "processors" / name)
+    tokenizer = make_tokenizer(folder, tuple(SPECS), "vision")
+    records = (FORMS["parts of messages"][0], FORMS["an edit"][0])
+    config = SourceConfig(path=str(folder_of(tmp_path, *records) / "data.jsonl"), template="folder", strict=True)
+    data = DataConfig(sources={"own": 1.0}, cache=str(tmp_path / "cache"), sequence_length=512, tokenizer=folder)
+    context = TaskContext(
+        data=data, encoders=SPECS, tokenizer=tokenizer, seed=0, split="test", sources={"own": config}
+    )
+    mixture = open_sources(context)
+    for at, (answer, words) in enumerate((("so !", ["so", "!"]), ("", []))):
+        sample = mixture.sample(at)
+        painted = np.flatnonzero(sample.placeholders("painter"))
+        assert len(painted) == 9 and (painted >= sample.prompt).all() and (np.diff(painted) == 1).all()
+        assert not sample.loss_weights[painted].any() and sample.loss_weights[painted[-1] + 1 :].any()
+        assert sample.answer.strip() == answer and sample.prompt_media["painter"] == 0
+        before = tokenizer.decode(sample.tokens[sample.prompt : painted[0]]).strip()
+        assert before == "".join(words[:1]) and np.flatnonzero(sample.placeholders("vision"))[-1] < sample.prompt
 
 
 WRONG: dict[str, tuple[Any, str]] = {
