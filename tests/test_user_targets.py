@@ -71,7 +71,10 @@ def edits(folder: Path) -> tuple[str, ...]:
     with open(folder / "edits.jsonl", "w") as file:
         for number in range(COUNT):
             source, target = name_of(number), name_of(number // 3)
-            asked = [{"type": "image", "image": f"{number}_{source}.png"}, {"type": "text", "text": f"make it {target}"}]
+            asked = [
+                {"type": "image", "image": f"{number}_{source}.png"},
+                {"type": "text", "text": f"make it {target}"},
+            ]
             made = [{"type": "image", "image": f"{number}_{target}.png", "generate": True}]
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": made}]
             file.write(json.dumps({"messages": messages}) + "\n")
@@ -165,8 +168,8 @@ def test_it_is_trained_goes_on_and_is_evaluated(kind: str, folders: Any, tmp_pat
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "no target": (
         ("mine/Source.draw=False", "Model.encoders={'vision': 'vit'}", "vision/ViT.channels=3"),
-        "Model.generators={'painter': 'dit'}: the data have no picture for 'painter' to draw, so it would learn nothing; "
-        "leave it out, or set painter/Optimizer.frozen to True, or Source.draw to True for captions, or name pictures in",
+        "Model.generators={'painter': 'dit'}: the data have no picture for 'painter' to draw, so it would learn "
+        "nothing; leave it out, or set painter/Optimizer.frozen to True, or Source.draw to True for captions, or name",
     ),
     "everything is frozen": (
         tuple(f"{part}/Optimizer.frozen=True" for part in ("llm", "painter", "painter_projector")),
@@ -180,7 +183,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         ("painter/DiT.channels=4",),
         "'painter' makes 4 channels, and a picture has 1 or 3: set painter/DiT.channels",
     ),
-    "a folder without pictures": (("mine/Source.path='configs/*.gin'",), "mine/Source.path='configs/*.gin': no file is"),
+    "a folder without pictures": (
+        ("mine/Source.path='configs/*.gin'",),
+        "mine/Source.path='configs/*.gin': no file is",
+    ),
 }
 
 
@@ -191,6 +197,8 @@ def test_wrong_data_are_refused_in_one_line(
     bindings, line = REFUSED[case]
     flags = [*TINY, "mine/Source.drawn_size=(8, 8)", *folders("folder"), *bindings]
     with pytest.raises(SystemExit) as ended:
-        train.main([f"--gin_file={CONFIG}", f"--run_dir={tmp_path}/run", "--dry_run", *(f"--gin.{one}" for one in flags)])
+        train.main(
+            [f"--gin_file={CONFIG}", f"--run_dir={tmp_path}/run", "--dry_run", *(f"--gin.{one}" for one in flags)]
+        )
     error = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 2 and len([text for text in error if line in text]) == 1, error

@@ -43,7 +43,9 @@ class Drawings(Places):
         """
         names = list(dict.fromkeys(str(name) for name in (record.get("generator"), *self._generators) if name))
         if len(names) > 1:
-            raise Unusable(f"its pictures are of {' and of '.join(map(repr, names))}: write a record for each generator")
+            raise Unusable(
+                f"its pictures are of {' and of '.join(map(repr, names))}: write a record for each generator"
+            )
         return names[0][:80] if names else ""
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:

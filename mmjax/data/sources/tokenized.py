@@ -200,7 +200,9 @@ class RecordTokenizer:
         is_only = len(generators) == 1 and self._generator not in generators
         name = record.generator or (generators[0] if is_only else self._generator)
         if name not in generators:
-            raise Unusable(f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record")
+            raise Unusable(
+                f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
+            )
         if name not in self.drawings:
             channels = self.encoders[name].channels
             raise Unusable(f"{name!r} makes {channels} channels, and a picture has 1 or 3: set {name}/DiT.channels")
