@@ -13,7 +13,7 @@ def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> Non
 
     Args:
       recipe: the configuration, such as ``load_config(["digits_vlm"])``.
-      media: the modules of which the samples have media, where samples have been read. Without it, generators pass whose
+      media: the modules of which samples have media, where samples have been read. Without it, generators pass whose
         pictures are those of records.
 
     Raises:

@@ -382,6 +382,12 @@ def test_bombs_are_refused(tmp_path: Path) -> None:
         source_of(tmp_path, {"question": "a", "targets": "c.png"}, pixel_limit=500)
 
 
+def target_of(sample: Sample) -> tuple[np.ndarray, np.ndarray, float]:
+    """The only picture to be made, its noise and its time."""
+    (picture,), (noise,), (time,) = sample.media["painter"], sample.noise["painter"], sample.times["painter"]
+    return picture, noise, time
+
+
 EDITS = [{"image": "a.png", "instruction": f"edit {at}", "target": f"{'abc'[at % 3]}.png"} for at in range(6)]
 DATA = DataConfig(sources={"own": 1.0}, sequence_length=256)
 
@@ -395,7 +401,7 @@ def test_noise_is_a_function_of_seed_split_and_index(tmp_path: Path) -> None:
     mixture = source_of(tmp_path, *EDITS)
     for index in range(13):
         sample, rng = mixture.sample(index), np.random.default_rng([0, 0, index, 2])
-        (picture,), (noise,), (time,) = (of["painter"] for of in (sample.media, sample.noise, sample.times))
+        picture, noise, time = target_of(sample)
         np.testing.assert_array_equal(noise, rng.standard_normal(picture.shape, np.float32))
         assert time == rng.random() and 0 <= time < 1
     again = {mixture.record(index)[1]: index for index in range(12)}
@@ -431,7 +437,7 @@ def test_batches_equal_a_plain_loop(tmp_path: Path) -> None:
         width, used = rows["patches"].shape[1], np.zeros(len(flat["weights"]), bool)
         for at in range(2):
             sample = mixture.sample(4 + 2 * number + at)
-            (picture,), (noise,), (time,) = (of["painter"] for of in (sample.media, sample.noise, sample.times))
+            picture, noise, time = target_of(sample)
             row, column = next(
                 (r, c)
                 for r in range(rows["segments"].shape[0])
