@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "sizes that are no multiples": (
         ("mine/Source.drawn_size=(9, 8)",),
-        "mine/Source.drawn_size=(9, 8): 'painter' makes multiples of patch * merge = 4; set it to such, as (8, 8)",
+        "mine/Source.drawn_size=(9, 8): 'painter' makes sides of multiples of 4 pixels; set it to such, as (8, 8)",
     ),
     "channels that pictures do not have": (
         ("painter/DiT.channels=4",),

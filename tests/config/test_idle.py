@@ -188,6 +188,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         f"mine/Source.{name}": (value, SOURCE, (*SOURCE, *PAINTED[:2]))
         for name, value in {"drawn_size": "(32, 32)", "drawn_pixels": "4096"}.items()
     },
+    "mine/Source.video_sound": ("True", SOURCE, (*SOURCE, *CALLS, "mine/Source.video='timestamps'")),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (
@@ -223,8 +224,8 @@ READ = {
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
     "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
-    "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
-    "remat",
+    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight steps activation "
+    "attention remat",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",

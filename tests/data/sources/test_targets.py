@@ -361,7 +361,7 @@ def test_upright_and_transparent_pictures(tmp_path: Path) -> None:
     [
         (
             {"drawn_size": (30, 32)},
-            r"own/Source.drawn_size=\(30, 32\): 'painter' makes multiples of .* = 4; .* as \(32, 32\)",
+            r"own/Source.drawn_size=\(30, 32\): 'painter' makes sides of multiples of 4 pixels; .* as \(32, 32\)",
         ),
         (
             {"drawn_pixels": 15},
@@ -375,6 +375,24 @@ def test_sizes_that_no_generator_makes(settings: Any, message_: str, tmp_path: P
     for wrong in ((0, 4), (-4, 4), (4,)):
         with pytest.raises(ConfigError, match=r"Source.drawn_size=.*: must be \(height, width\), or \(0, 0\)"):
             SourceConfig(drawn_size=wrong)  # type: ignore[arg-type]
+
+
+def test_queries_and_canvases(tmp_path: Path) -> None:
+    """A generator with queries has as many placeholders for any picture, which its largest canvas holds."""
+    canvases = {"canvases": ((2, 2), (4, 6)), "bounded_by": "painter/DiT.canvases"}
+    painter = replace(PAINTER, queries=3, special=3, merge=1, multiple=2, **canvases)
+    records = [{"question": "a", "targets": f"{name}.png"} for name in "abc"]
+    mixture = source_of(tmp_path, *records, specs={"painter": painter}, split="test")
+    grids = [mixture.meta(at).grids["painter"] for at in range(3)]
+    assert grids == [((4, 6),), ((4, 4),), ((4, 6),)]  # 9 x 13, 12 x 12 and 20 x 30 pixels within 8 x 12
+    for at in range(3):
+        sample = mixture.sample(at)
+        assert sample.placeholders("painter").sum() == 3 and mixture.meta(at).tokens == len(sample.tokens)
+        assert sample.media["painter"][0].shape == (*(2 * side for side in grids[at][0]), 3)
+    step = maker_of(mixture, {"painter": painter})(0)
+    assert step.denominators["painter"] > 0
+    with pytest.raises(ConfigError, match=r"painter/DiT\.canvases=.* hold no picture of 16 x 8 pixels"):
+        source_of(tmp_path, *records, specs={"painter": painter}, drawn_size=(16, 8))
 
 
 def test_bombs_are_refused(tmp_path: Path) -> None:
