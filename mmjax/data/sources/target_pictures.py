@@ -24,8 +24,8 @@ class TargetPictures(Pictures):
     """Makes the pictures of a source that a generator is to make.
 
     An image is scaled, aspect kept, until it covers `Source.drawn_size`, or the multiples of the generator's block that
-    are nearest to its sides with at most `Source.drawn_pixels` pixels, within its largest canvas. What is too much is cut
-    off around the middle. Transparent pixels are laid on white. Levels 0…255 become -1…1: level / 127.5 - 1.
+    are nearest to its sides with at most `Source.drawn_pixels` pixels, within its largest canvas. What is too much is
+    cut off around the middle. Transparent pixels are laid on white. Levels 0…255 become -1…1: level / 127.5 - 1.
 
     Args:
       name: the source's name, for messages.

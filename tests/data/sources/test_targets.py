@@ -389,7 +389,7 @@ def test_queries_and_canvases(tmp_path: Path) -> None:
         sample = mixture.sample(at)
         assert sample.placeholders("painter").sum() == 3 and mixture.meta(at).tokens == len(sample.tokens)
         assert sample.media["painter"][0].shape == (*(2 * side for side in grids[at][0]), 3)
-    step = maker_of(mixture, {"painter": painter})(0)
+    step = maker_of(source_of(tmp_path, *records, specs={"painter": painter}), {"painter": painter})(0)
     assert step.denominators["painter"] > 0
     with pytest.raises(ConfigError, match=r"painter/DiT\.canvases=.* hold no picture of 16 x 8 pixels"):
         source_of(tmp_path, *records, specs={"painter": painter}, drawn_size=(16, 8))
