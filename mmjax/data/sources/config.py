@@ -80,9 +80,10 @@ class SourceConfig:
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
 
-    draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it. drawn_size: height
-    and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0) = of each its own,
-    multiples of patch * merge of the generator and at most drawn_pixels together. Their values are -1 for black to 1.
+    draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it.
+    drawn_size: height and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0)
+    keeps the shape of each. drawn_pixels: the most pixels of one that keeps its shape, with sides that are multiples of
+    patch * merge of the generator.
 
     video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL) or
     "positions" (its temporal patches together, their times M-RoPE's first numbers, as in Qwen2-VL and Qwen2.5-VL); ""

@@ -42,6 +42,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
         + ([spec.most_tiles] if spec.newline else [])
         + ([spec.frames] if spec.frames > 1 else [])
+        + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
