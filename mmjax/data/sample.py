@@ -342,9 +342,9 @@ def prompt_only(sample: Sample) -> Sample:
 
 
 def drawing_prompt(sample: Sample) -> Sample:
-    """The part of `sample` of which pictures are made, with loss weights of 0: its prompt, as `prompt_only` gives it.
+    """A copy of `sample` to draw from: its prompt, as `prompt_only` gives it, with loss weights of 0.
 
-    Where a picture stands in the last answer, it is the whole sample; the picture is made of the text before it.
+    A sample with a picture in its last answer stays whole. The picture depends on the text before it alone.
     """
     makes = [sample.placeholders(name)[sample.prompt :] for name in sample.noise]
     if not any(places.any() for places in makes):

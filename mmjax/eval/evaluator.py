@@ -105,9 +105,9 @@ class Evaluator:
         """
         # The length of the longest right answer of all samples, with its end token. So no answer depends on the samples
         # that share its round.
-        asked = [sample for sample in samples if not is_wordless(sample)]
-        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in asked)
-        replies = iter(self.write(states, asked, limit=max(lengths, default=1), report=report, meet=meet))
+        in_words = [sample for sample in samples if not is_wordless(sample)]
+        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in in_words)
+        replies = iter(self.write(states, in_words, limit=max(lengths, default=1), report=report, meet=meet))
         return [
             "" if is_wordless(sample) else answer_text(self.parts.tokenizer, sample, next(replies).tokens)
             for sample in samples

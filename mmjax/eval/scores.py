@@ -88,7 +88,7 @@ def score(
       sample whose right answer is a picture alone counts for neither.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
-    asked = [not is_wordless(sample) for sample in samples]
+    in_words = [not is_wordless(sample) for sample in samples]
     total = sum(len(s.answer) for s in samples)
     matches = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
     by_kind: dict[str, list[bool]] = {}
@@ -97,7 +97,7 @@ def score(
             by_kind.setdefault(sample.kind, []).append(ok)
     return Evaluation(
         answers=tuple(answers),
-        exact_match=sum(map(all, zip(right, asked, strict=True))) / max(1, sum(asked)),
+        exact_match=sum(map(all, zip(right, in_words, strict=True))) / max(1, sum(in_words)),
         character_accuracy=matches / max(1, total),
         kinds={kind: sum(correct) / len(correct) for kind, correct in sorted(by_kind.items())},
         drawings=tuple(drawings),

@@ -8,22 +8,22 @@ from mmjax.configurable import require
 from mmjax.recipe.recipe import Recipe
 
 
-def require_targets(recipe: Recipe, made: Collection[str] | None = None) -> None:
+def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> None:
     """Requires that samples have something to draw, or to speak, for every trained generator.
 
     Args:
       recipe: the configuration, such as ``load_config(["digits_vlm"])``.
-      made: the generators for which the samples have pictures, where samples have been read. Without it, generators
-        pass whose pictures are those of records.
+      media: the modules of which samples have media, where samples have been read. Without it, generators pass whose
+        pictures are those of records.
 
     Raises:
       ConfigError: they have nothing; one line that names a fix.
     """
     origin, talkers = recipe.data.origin, recipe.model.talkers
-    drawn = recipe.data.drawn if made is None else made
+    drawn = recipe.data.drawn if media is None else set(media) & set(recipe.model.generators)
     for name in recipe.model.generators:
         speaks = name in talkers
-        if made is None and origin.draws is None and not speaks:
+        if media is None and origin.draws is None and not speaks:
             continue
         targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen

@@ -58,7 +58,7 @@ def draw_answers(
 
 
 def _targets(sample: Sample) -> list[np.ndarray]:
-    """The pictures that are to be made, where no label says what is in them."""
+    """The pictures to be made that have no label."""
     return [medium for name in sample.noise if not sample.labels.get(name) for medium in sample.media.get(name, ())]
 
 

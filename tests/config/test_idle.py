@@ -207,6 +207,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         (*SOURCE, "mine/Source.video='timestamps'"),
         (*SOURCE, "mine/Source.video='positions'", "llm/Decoder.rope_sections=(2, 3, 3)"),
     ),
+    **{
+        f"mine/Source.{name}": (value, SOURCE, (*SOURCE, *PAINTED[:2]))
+        for name, value in {"drawn_size": "(32, 32)", "drawn_pixels": "4096"}.items()
+    },
+    "mine/Source.video_sound": ("True", SOURCE, (*SOURCE, *CALLS, "mine/Source.video='timestamps'")),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (
@@ -253,7 +258,7 @@ READ = {
     "Callbacks": "before after",
     "Lora": "rank path",
     "Source": "kind path media held_out strict cut template system question resize mean std resample draft rounded "
-    "white video pixel_limit byte_limit preset",
+    "white video pixel_limit byte_limit draw preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",
 }

@@ -35,7 +35,7 @@ VIDEOS = ("", "timestamps", "positions")
 FRAME_RESAMPLES = ("bilinear", "bicubic")
 _OF_VIDEOS = (
     *("fps", "frames", "min_frames", "max_frames", "video_pixels", "frame_pixels", "time_positions", "folder_fps"),
-    "frame_limit",
+    *("frame_limit", "video_sound"),
 )
 """The settings that videos alone read."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -80,9 +80,10 @@ class SourceConfig:
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
 
-    draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it. drawn_size: height
-    and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0) = of each its own,
-    multiples of patch * merge of the generator and at most drawn_pixels together. Their values are -1 for black to 1.
+    draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it.
+    drawn_size: height and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0)
+    keeps the shape of each. drawn_pixels: the most pixels of one that keeps its shape, with sides that are multiples of
+    patch * merge of the generator.
 
     video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL) or
     "positions" (its temporal patches together, their times M-RoPE's first numbers, as in Qwen2-VL and Qwen2.5-VL); ""
@@ -92,6 +93,8 @@ class SourceConfig:
     frame_pixels: the most of one frame under "timestamps"; 0 = any. time_positions: positions of a second under
     "positions"; 0 = one for each temporal patch. folder_fps: the rate of the frames in a folder, which is a video too;
     0 takes no folders. frame_limit: videos with more frames in their file are not decoded.
+    video_sound: whether the sound track of every video is a recording behind it; else of those whose part of a message
+    has use_audio_in_video.
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
     """
 
@@ -136,6 +139,7 @@ class SourceConfig:
     time_positions: float = 0.0
     folder_fps: float = 0.0
     frame_limit: int = 200_000
+    video_sound: bool = False
     preset: str = ""
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {

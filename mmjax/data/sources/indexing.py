@@ -42,6 +42,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
         + ([spec.most_tiles] if spec.newline else [])
         + ([spec.frames] if spec.frames > 1 else [])
+        + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
@@ -131,12 +132,13 @@ class Indexer:
         record = None
         try:
             record = self.reader.read(entry.place)
-            for media in (*record.images, *record.recordings, *record.targets):
+            heard = self.records.heard(record)
+            for media in (*heard.images, *heard.recordings, *heard.targets):
                 if media.is_video:
                     files |= dict.fromkeys(files_of(media))
                 elif media.path and not storage.is_url(media.path):
                     files[media.path] = None
-            tokenized = self.records.measure(record)
+            tokenized = self.records.measure(heard)
             unread.update(dict.fromkeys([*record.unread, *self.records.unread_keys(record.dialogue)], 1))
         except (ConfigError, Unreachable):
             raise

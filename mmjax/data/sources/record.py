@@ -275,8 +275,8 @@ def _turns(value: Mapping[str, Any], question: str, places: Sequence[Places]) ->
     if messages is not None:
         return _dialogue(messages, places, weight)
     if value.get("question") is not None or value.get("answer") is not None:
-        answer = "" if _makes(value) and value.get("answer") is None else _text(value, "answer")
-        texts = _text(value, "question"), answer
+        questioned, has_answer = _text(value, "question"), value.get("answer") is not None or not _makes(value)
+        texts = questioned, _text(value, "answer") if has_answer else ""
     elif key := _caption_key(value):
         caption = _text(value, key)
         if not caption.strip():

@@ -62,7 +62,7 @@ class Task:
       config: its settings, of class `Config`; None for a task without settings.
       Config: a class under `@configurable`, whose fields all have defaults; None for a task without settings.
       media: the media of its samples, "image" or "recording"; None if they are known only when samples are read.
-      draws: whether some samples have a picture to be drawn by `Data.generator`; None if that is known only when samples
+      draws: whether some samples have a picture to be drawn by `Data.generator`; None if that is known only when they
         are read.
       drawing_fix: the setting, and its value, with which samples have such pictures, as in "Digits.draw to 1.0"; "" if
         there is none. It is part of a message.
