@@ -21,8 +21,9 @@ MOST_SIDE = 16384
 """The most pixels of a side."""
 
 
-def ends_with_picture(messages: Sequence[Any]) -> bool:
-    """Whether the last of some messages is one of the assistant with a picture to be made."""
+def ends_with_picture(dialogue: Sequence[Any] | Mapping[str, Any]) -> bool:
+    """Whether the last message of a dialogue is one of the assistant with a picture to be made."""
+    messages = messages_of(dialogue)
     last = messages[-1] if messages else None
     if not isinstance(last, Mapping) or last.get("role") != ASSISTANT:
         return False

@@ -26,6 +26,7 @@ from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.state_shapes import group_of_leaf
 from mmjax.viz.answers import Drawings
 
 _RECORDS = Sources()
@@ -46,7 +47,8 @@ def require_checkpoint(run_dir: str | Path) -> None:
 def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
     """The step of the newest readable checkpoint of `run_dir`, and its parameters on the devices of `parts`.
 
-    They are the states of this process's stages, by name such as "llm.0", without moments. All processes call it.
+    They are the states of this process's stages, by name such as "llm.0", without moments; of modules with
+    `Optimizer.ema` they are the running means. All processes call it.
 
     parts: a model on its devices, as `place(recipe)` gives it for the run's recipe, under any layout.
 
@@ -55,9 +57,8 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
       CheckpointError: the checkpoint is of another model.
     """
     stages = parts.placed.stages.values()
-    avals = {name: aval for stage in stages for name, aval in stage.state.logical_avals().items()}
-    targets = {name: aval for name, aval in avals.items() if name.startswith("params/")}
-    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
+    targets = {name: aval for stage in stages for name, aval in stage.state.prediction_avals().items()}
+    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, group=group_of_leaf)
     if restored is None:
         raise ConfigError(f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with its config.gin")
     local = parts.placed.local_stages

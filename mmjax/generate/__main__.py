@@ -27,7 +27,7 @@ from mmjax.config.flags import (
 from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import Dialogue, parse_messages
-from mmjax.data.picture_prompts import MOST_SIDE, Size, ends_with_picture, messages_of, with_picture
+from mmjax.data.picture_prompts import MOST_SIDE, Size, ends_with_picture, with_picture
 from mmjax.flags import importing
 from mmjax.generate.answers import Answer, generate
 from mmjax.generate.pictures import draw_pictures, with_drawing, write_pictures
@@ -153,7 +153,7 @@ def _size(text: str) -> Size | None:
 
 def _require_pictures(flags: Flags, dialogues: Sequence[Dialogue], named: str) -> bool:
     """Whether the dialogues end with pictures to be made; raises ConfigError where some do, or flags do not fit."""
-    draws = [ends_with_picture(messages_of(dialogue)) for dialogue in dialogues]
+    draws = list(map(ends_with_picture, dialogues))
     if any(draws) and not all(draws):
         raise ConfigError(f"{named}: some prompts are answered by text and some by pictures; write a file for each")
     if any(draws):

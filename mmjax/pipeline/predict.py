@@ -159,8 +159,11 @@ class Predictor(Walker):
         compile_all(self.programs(), report)
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Makes compute parameters from training states, by stage, of this process; call it again after a step."""
-        self.lend(states)
+        """Makes compute parameters from training states, by stage, of this process; call it again after a step.
+
+        Running means take the place of parameters where states have them.
+        """
+        self.lend({name: self.placed.stages[name].state.evaluated(state) for name, state in states.items()})
         self.walk(self._loading)
         self.states = {}
 

@@ -223,7 +223,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         f"vision/Optimizer.{name}": (value, ("vision/Optimizer.frozen=True",), ())
         for name, value in {
             **{"learning_rate": "0.5", "warmup": "3", "schedule": "'linear'", "weight_decay": "0.3", "b1": "0.3"},
-            **{"b2": "0.3", "eps": "0.5", "rates": "{'layers/*': 0.5}", "layer_decay": "0.3"},
+            **{"b2": "0.3", "eps": "0.5", "ema": "0.9", "rates": "{'layers/*': 0.5}", "layer_decay": "0.3"},
         }.items()
     },
 }
