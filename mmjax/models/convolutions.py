@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+
 class Convolution(nnx.Module):
     """Parameters "kernel" ``[*sides, I, O]`` and "bias" ``[O]``, initially 0, of a convolution.
 
@@ -60,9 +61,7 @@ def group_moments(x_BHWC: Float[Array, "B H W C"], groups: int) -> Moments:
     return Moments(mean_BG, jnp.mean(jnp.square(x_BNGC - mean_BG[:, None, :, None]), axis=(1, 3)))
 
 
-def group_norm(
-    x_BHWC: Float[Array, "B H W C"], p: Any, moments: Moments, eps: float = 1e-6
-) -> Float[Array, "B H W C"]:
+def group_norm(x_BHWC: Float[Array, "B H W C"], p: Any, moments: Moments, eps: float = 1e-6) -> Float[Array, "B H W C"]:
     """GroupNorm (Wu and He 2018, §3) of pictures, or parts of them, with statistics of whole pictures.
 
     Args:

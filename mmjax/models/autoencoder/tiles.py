@@ -105,7 +105,15 @@ def _cut(x: np.ndarray, at: tuple[int, int], size: tuple[int, int]) -> np.ndarra
 
 @partial(jax.jit, static_argnames=("groups", "resampled"))
 def _convolved(
-    part: Array, p: Any, norm: Any, moments: Moments | None, at: Array, size: Array, *, groups: int, resampled: Resampled
+    part: Array,
+    p: Any,
+    norm: Any,
+    moments: Moments | None,
+    at: Array,
+    size: Array,
+    *,
+    groups: int,
+    resampled: Resampled,
 ) -> Array:
     """The layer on one tile, read from place ``at`` on, of pictures of this height and width."""
     if norm is not None:
