@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from mmjax.configurable import ConfigError, require
@@ -26,6 +27,9 @@ from mmjax.weights.folder import DIFFUSERS_STEM, WeightsFolder
 from mmjax.weights.parameters import FolderParameters, find_leaves
 from mmjax.weights.table import Entry, expand
 from mmjax.weights.write import rewrite, write
+
+DP = "dp"
+"""The mesh axis of devices that share pictures."""
 
 
 class Latents(NamedTuple):
@@ -50,12 +54,14 @@ class Autoencoder:
       source: the folder that it was read from, whose files ``write`` keeps; ``None`` for a new one.
       tile: the side of tiles in pixels of the layer at hand, by which layers are computed one after another; 0
         computes whole pictures. Results are equal but for rounding.
+      mesh: the devices that share whole pictures, where their number divides that of pictures; ``None`` for one.
     """
 
     config: AutoencoderConfig
     params: Tree
     source: FolderParameters | None = None
     tile: int = 0
+    mesh: jax.sharding.Mesh | None = None
 
     def __post_init__(self) -> None:
         legal = self.tile >= 0 and self.tile % 2 == 0
@@ -130,6 +136,12 @@ class Autoencoder:
         """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
+    def spread(self, devices: Sequence[jax.Device]) -> Autoencoder:
+        """The same autoencoder on several devices, which share pictures and have all parameters each."""
+        mesh = jax.sharding.Mesh(np.array(devices), (DP,))
+        params = jax.device_put(self.params, NamedSharding(mesh, PartitionSpec()))
+        return replace(self, params=params, mesh=mesh)
+
     def encode(self, pictures: Float[np.ndarray, "B H W C"]) -> Latents:
         """The latents of pictures in -1 to 1.
 
@@ -149,7 +161,9 @@ class Autoencoder:
         x = np.asarray(x, np.float32)
         if self.tile:
             return function(self.config, self.params, x, Tiles(self.tile))
-        return _compiled(function, self.config)(self.params, x)
+        shared = self.mesh and len(x) % self.mesh.size == 0
+        placed = jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(DP))) if shared else x
+        return _compiled(function, self.config)(self.params, placed)
 
 
 def _compiled(function: Any, config: AutoencoderConfig) -> Any:
