@@ -121,7 +121,7 @@ class LatentStore:
     def __contains__(self, key: Key) -> bool:
         return key in self._files
 
-    def keys(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Key]:
         """The keys of all pictures, in the order in which they were made."""
         return iter(self._files)
 

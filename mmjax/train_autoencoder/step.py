@@ -94,7 +94,7 @@ def _step(
 ) -> tuple[State, dict[str, Array]]:
     (value, parts), gradients = jax.value_and_grad(partial(loss, training), has_aux=True)(state.params, batch)
     updates, after = optimizer.update(gradients, state.optimizer, state.params)
-    metrics = {"loss": value, **parts, "grad_norm": optax.global_norm(gradients)}
+    metrics = {"loss": value, **parts, "grad_norm": optax.tree.norm(gradients)}
     return State(optax.apply_updates(state.params, updates), after), metrics
 
 
