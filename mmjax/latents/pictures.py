@@ -3,79 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float
+from PIL import Image
 
-from mmjax.configurable import ConfigError, one_of, positive, require
-from mmjax.data.sources.config import FITS, RESAMPLES, SourceConfig
+from mmjax.configurable import one_of, positive, require
+from mmjax.data.sources.config import RESAMPLES, SourceConfig
 from mmjax.data.sources.images import Pictures
 from mmjax.data.sources.index import default_cache
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.record import Record
-from mmjax.data.sources.storage import Unreachable
+from mmjax.data.sources.sizes import Size, Step, plan, smart_size
+from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.types import EncoderSpec
 
 BYTES = SourceConfig().byte_limit
 """Larger files of pictures are not read."""
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
-RESIZES = ("fixed", "smart")
-_HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resizing:
-    """How pictures become those that an autoencoder sees.
+    """How pictures become those that an autoencoder sees: scaled, aspect kept, and cut in the middle.
 
     Attributes:
-      resize: "fixed" gives all pictures ``size``; "smart" keeps sizes and aspects, but for sides that become multiples
-        of ``block`` and a number of pixels between ``min_pixels`` and ``max_pixels``.
-      size: height and width in pixels, for "fixed".
-      fit: how "fixed" reaches it, as ``Source.fit``: "crop", "pad", "stretch" or "square".
-      min_pixels, max_pixels: the fewest and the most pixels of a picture under "smart"; 0 = any.
+      size: height and width in pixels that a picture is scaled to cover; (0, 0) keeps the shape of each.
+      pixels: the most pixels of a picture that keeps its shape, whose sides become the nearest multiples of ``block``.
       block: pixels of which the sides of pictures are multiples: a multiple of the autoencoder's factor.
       resample: Pillow's filter.
     """
 
-    resize: str = "fixed"
-    size: tuple[int, int] = (256, 256)
-    fit: str = "crop"
-    min_pixels: int = 0
-    max_pixels: int = 0
+    size: tuple[int, int] = (0, 0)
+    pixels: int = 65536
     block: int = 8
     resample: str = "bicubic"
 
     def __post_init__(self) -> None:
-        one_of("--resize", self.resize, RESIZES)
-        one_of("--fit", self.fit, FITS)
         one_of("--resample", self.resample, RESAMPLES)
         positive("--block", self.block, 8)
-        legal = self.resize != "fixed" or all(side > 0 and side % self.block == 0 for side in self.size)
-        require(legal, "--size", self.size, f"must be multiples of --block ({self.block})")
-        idle = {"size", "fit"} if self.resize == "smart" else {"min_pixels", "max_pixels"}
-        changed = [name for name in sorted(idle) if getattr(self, name) != type(self).__dict__[name]]
-        for name in changed:
-            raise ConfigError(
-                f"--{name}={getattr(self, name)!r}: --resize={self.resize} does not read it; leave it out"
-            )
+        legal = all(side >= 0 and side % self.block == 0 for side in self.size) and all(self.size) == any(self.size)
+        require(legal, "--size", self.size, f"must be multiples of {self.block} (--block)")
+        is_read = not any(self.size) or self.pixels == type(self).pixels
+        require(is_read, "--pixels", self.pixels, f"--size={self.size} decides the size; leave one of them out")
+        fix = f"must be {self.block**2} or more: a picture of --block ({self.block}) pixels"
+        require(self.pixels >= self.block**2, "--pixels", self.pixels, fix)
 
     def stated(self) -> dict[str, Any]:
         """The settings that count, for a description."""
-        idle = {"size", "fit"} if self.resize == "smart" else {"min_pixels", "max_pixels"}
-        return {name: value for name, value in asdict(self).items() if name not in idle}
+        return {name: value for name, value in asdict(self).items() if name != ("pixels" if any(self.size) else "size")}
 
     def pictures(self, channels: int) -> Pictures:
         """Makes pixels of -1 to 1 of encoded pictures."""
-        source = SourceConfig(
-            **{"resize": self.resize, "size": self.size, "fit": self.fit, "resample": self.resample, "draft": False},
-            **{"min_pixels": self.min_pixels, "max_pixels": self.max_pixels},
-            **{"mean": _HALF[:channels], "std": _HALF[:channels]},
-        )
-        return Pictures("pictures", source, EncoderSpec(patch=self.block, channels=channels))
+        return _Covering(self, channels)
+
+
+class _Covering(Pictures):
+    """Makes one picture of each, which covers its size; transparent pixels are laid on white."""
+
+    def __init__(self, resizing: Resizing, channels: int):
+        self._resizing, half = resizing, (0.5,) * channels
+        size = resizing.size if any(resizing.size) else (resizing.block, resizing.block)
+        rule = {"resize": "fixed", "fit": "crop", "size": size, "resample": resizing.resample, "draft": False}
+        source = SourceConfig(**rule, mean=half, std=half)  # pyright: ignore[reportArgumentType]
+        super().__init__("pictures", source, EncoderSpec(patch=resizing.block, channels=channels))
+
+    def _plan(self, size: Size, *, alone: bool) -> list[Step]:
+        if not any(self._resizing.size):
+            try:
+                wanted = smart_size(size, self._resizing.block, 0, self._resizing.pixels)
+            except ValueError as error:
+                raise Unusable(str(error)) from None
+            return plan(size, replace(self.config, size=wanted), self.spec, alone=alone)
+        return super()._plan(size, alone=alone)
+
+    def _decoded(self, image: Image.Image) -> Image.Image:
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            with_alpha = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha)
+        return super()._decoded(image)
 
 
 def pixels_of(pictures: Pictures, data: bytes) -> Float[np.ndarray, "H W C"]:

@@ -70,15 +70,12 @@ def resizing_of(values: Mapping[str, str | int | bool], factor: int) -> Resizing
     """
     block = int(values["block"]) or factor
     require(block % factor == 0, "--block", block, f"must be a multiple of the autoencoder's factor, {factor}")
-    sides = str(values["size"]).replace("x", ",").split(",")
+    sides = str(values["size"] or "0,0").replace("x", ",").split(",")
     legal = len(sides) == 2 and all(side.strip().isdigit() for side in sides)
     require(legal, "--size", values["size"], "must be height and width, such as 256,256")
     return Resizing(
-        resize=str(values["resize"]),
         size=(int(sides[0]), int(sides[1])),
-        fit=str(values["fit"]),
-        min_pixels=int(values["min_pixels"]),
-        max_pixels=int(values["max_pixels"]),
+        pixels=int(values["pixels"]),
         block=block,
         resample=str(values["resample"]),
     )

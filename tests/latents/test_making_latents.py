@@ -103,6 +103,23 @@ def test_a_second_run_makes_nothing_and_new_pictures_alone_are_made(
     assert {file: file.stat().st_mtime_ns for file in shards(out)[:-1]} == before
 
 
+def test_pixels_cover_their_size_and_lie_on_white() -> None:
+    """A picture keeps its aspect, its middle is cut out, and what shows through is white, whatever its colour."""
+    picture = np.full((20, 60, 4), 255, np.uint8)
+    picture[:, :20, :3] = 0  # cut off
+    picture[:10, 20:, :] = (7, 7, 7, 0)
+    picture[10:, 20:, :3] = (255, 0, 255)
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "png")
+    pixels = pixels_of(Resizing(size=(20, 20), block=4, resample="nearest").pictures(3), file.getvalue())
+    expected = np.ones((20, 20, 3), np.float32)
+    expected[10:] = (1, -1, 1)
+    np.testing.assert_array_equal(pixels, expected)
+    kept = pixels_of(Resizing(pixels=300, block=4).pictures(1), file.getvalue())
+    assert kept.shape == (8, 28, 1)
+    assert kept.min() >= -1
+
+
 class _Dying:
     """A folder whose reading ends in the middle."""
 
@@ -182,7 +199,7 @@ def test_each_autoencoder_and_size_has_a_folder(
     out = tmp_path / "out"
     main(command(pictures, out))
     assert len(LatentStore.open(str(out))) == COUNT
-    main([*command(pictures, out)[:3], "--resize=smart", "--max_pixels=400"])
+    main([*command(pictures, out)[:3], "--pixels=400"])
     assert len(list(out.iterdir())) == 2
     with pytest.raises(ConfigError, match="several autoencoders or sizes; name one of"):
         LatentStore.open(str(out))
@@ -214,11 +231,12 @@ def test_pictures_of_records(pictures: Path, vae: Autoencoder, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--size=9,12"], "multiples of --block"),
+        (["--size=9,12"], "multiples of 4 (--block)"),
         (["--size=8"], "must be height and width"),
         (["--block=6"], "multiple of the autoencoder's factor, 4"),
-        (["--resize=smart", "--fit=pad"], "does not read it"),
-        (["--max_pixels=100"], "does not read it"),
+        (["--size=0,8"], "multiples of 4"),
+        (["--size=", "--pixels=15"], "must be 16 or more"),
+        (["--pixels=400"], "decides the size"),
         (["--data=x.json"], "either --pictures=DIR or --data=FILE"),
         (["--dtype=int8"], "--dtype='int8'"),
         (["--tile=7"], "even number"),
