@@ -174,7 +174,7 @@ NAMES_FAMILIES = {
         f"mmjax.{name}": "a command about autoencoders"
         for name in (
             *("latents.checking", "latents.making", "latents.running"),
-            *("train_autoencoder.batches", "train_autoencoder.checkpoints", "train_autoencoder.running"),
+            *("train_autoencoder.__main__", "train_autoencoder.checkpoints", "train_autoencoder.running"),
             *("train_autoencoder.settings", "train_autoencoder.step"),
         )
     },

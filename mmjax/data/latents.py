@@ -100,7 +100,7 @@ class LatentStore:
 
     @classmethod
     def open(cls, path: str) -> LatentStore:
-        """The latents in the folder ``path``: that of one autoencoder and size, or a folder with one such folder.
+        """Opens the folder ``path`` with ``latents.json``, or the only such folder in it.
 
         Raises:
           ConfigError: there are none, or those of several; the message names them.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
 
 from mmjax.data.latents import LOG_VARIANCE, MEAN, LatentStore, key_of, shards
 from mmjax.data.sources.images import Pictures
@@ -49,6 +48,8 @@ def faults(
 
 
 def _faults_of_file(file: Path, store: LatentStore) -> Iterator[str]:
+    from safetensors.numpy import load_file
+
     tensors = load_file(file)
     for name, tensor in tensors.items():
         key, _, _ = name.partition(".")
@@ -78,8 +79,8 @@ def _faults_of(media: Media, store: LatentStore, pictures: Pictures, again: Auto
     if store.size(key) != size:
         yield f"{media.name}: its latent is {list(store.size(key))}, and must be {list(size)}"
     elif again:
-        made = again.encode(pixels[None])
-        for name, array in ((MEAN, made.mean), (LOG_VARIANCE, made.log_variance)):
+        latents = again.encode(pixels[None])
+        for name, array in ((MEAN, latents.mean), (LOG_VARIANCE, latents.log_variance)):
             difference = np.abs(store.stored(key, name) - array[0]).max() / np.abs(array).max()
             if not difference < TOLERANCE[store.description.dtype]:
                 yield f"{media.name}: {name} differs from the autoencoder's by {difference:.1e} of the largest"

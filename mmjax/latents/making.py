@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from mmjax.configurable import ConfigError
 from mmjax.data.latents import DESCRIPTION, LOG_VARIANCE, MEAN, SUFFIX, Description, Key, key_of, keys_in, shards
@@ -39,7 +38,7 @@ class _Decoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class Made:
-    """What a run has made.
+    """The counts of a run.
 
     Attributes:
       made: number of latents made.
@@ -158,6 +157,8 @@ class Maker:
         """Writes a file of latents, whose number follows on those that are there; empties ``tensors``."""
         if not tensors:
             return
+        from safetensors.numpy import save_file
+
         number = max((int(file.stem) for file in shards(self.folder)), default=-1) + 1
         partial = self.folder / f"{number:06d}.partial"
         try:

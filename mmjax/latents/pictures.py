@@ -95,7 +95,7 @@ def pixels_of(pictures: Pictures, data: bytes) -> Float[np.ndarray, "H W C"]:
 
 
 class Records(Protocol):
-    """A folder or a dataset: an iterable of records, of which the number is known."""
+    """An iterable of records with a known length: a folder or a dataset."""
 
     def __len__(self) -> int:
         """The number of records."""
@@ -119,7 +119,7 @@ class Broken(NamedTuple):
 
     @classmethod
     def of(cls, name: str, error: Exception) -> Broken:
-        """What was wrong with a record or picture, from the error."""
+        """A record or picture that raised this error."""
         return cls(name, " ".join(str(error).split()) or type(error).__name__)
 
 

@@ -36,7 +36,7 @@ def run(values: Mapping[str, str | int | bool]) -> int:
     folder = Path(str(values["out"])) / description_of(autoencoder, resizing, str(values["dtype"])).identity
     with Progress(len(records), "checking" if values["check"] else "encoding", log_every=100) as progress:
         if values["check"]:
-            found = list(faults(autoencoder, resizing, folder, records, progress))
+            wrong = list(faults(autoencoder, resizing, folder, records, progress))
         else:
             devices = jax.local_devices()
             maker = Maker(
@@ -49,10 +49,10 @@ def run(values: Mapping[str, str | int | bool]) -> int:
             )
             result = maker.make(records, progress=progress)
     if values["check"]:
-        for line in found[:_SHOWN]:
+        for line in wrong[:_SHOWN]:
             print(line)
-        print(f"{folder}: {counted(len(found), 'fault')}")
-        return int(bool(found))
+        print(f"{folder}: {counted(len(wrong), 'fault')}")
+        return int(bool(wrong))
     for broken in result.broken[:_SHOWN]:
         print(f"left out: {broken.name}: {broken.reason}")
     if not result.made and not result.there:

@@ -78,7 +78,7 @@ class Batches:
         return self._pixels([self._apart[min(first + at, last)] for at in range(count)])
 
     def _number(self, at: int) -> int:
-        """The picture at a place in the order of all epochs, each of which has an order of its own."""
+        """The number of the picture at place ``at`` of all epochs; each epoch has another order."""
         epoch, place = divmod(at, len(self._trained))
         return int(np.random.default_rng([self._training.seed, epoch, 1]).permutation(len(self._trained))[place])
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file, save
 
 from mmjax.configurable import ConfigError
 from mmjax.models.autoencoder.model import Autoencoder
@@ -35,6 +34,8 @@ def save_checkpoint(out: Path, step: int, autoencoder: Autoencoder, training: Tr
       training: the run's settings.
       state: the state, of which the optimizer's part is written too.
     """
+    from safetensors.numpy import save
+
     folder = out / f"{_PREFIX}{step:08d}"
     leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state.optimizer))}
     files = {_MOMENTS: save(leaves), _SETTINGS: training.text().encode()}
@@ -64,6 +65,8 @@ def restore(folder: Path, training: Training, new: State) -> State:
     Raises:
       ConfigError: the run was begun with other settings, or a file is damaged.
     """
+    from safetensors.numpy import load_file
+
     training.require_same(folder / _SETTINGS)
     params: Tree = Autoencoder.read(str(folder)).params
     try:

@@ -54,9 +54,9 @@ class Run:
         steps = Steps(training, jax.sharding.Mesh(np.array(jax.local_devices()[:number]), (DP,)))
         autoencoder = self.start or Autoencoder.new(training.autoencoder, training.seed)
         state = steps.begin(autoencoder.params)
-        found = last_checkpoint(self.out)
-        done, folder = (found[1], found[0]) if found else (0, self.out)
-        if found:
+        checkpoint = last_checkpoint(self.out)
+        folder, done = checkpoint or (self.out, 0)
+        if checkpoint:
             state = steps.place(restore(folder, training, state))
         self._cut_metrics(done)
         with Progress(training.steps, "training", start=done, log_every=self.log_every) as progress:
@@ -95,5 +95,5 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / METRICS
         lines = file.read_text().splitlines() if file.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
-        file.write_text("".join(f"{line}\n" for line in kept))
+        before = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= done]
+        file.write_text("".join(f"{line}\n" for line in before))

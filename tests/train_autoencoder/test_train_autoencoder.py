@@ -47,8 +47,13 @@ def run(pictures: Path, out: Path, training: Training = TRAINING, devices: int =
 
 
 @pytest.fixture(scope="module")
-def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.ndarray, list[dict]]:
-    return run(pictures, tmp_path_factory.mktemp("one"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def trained(pictures: Path, folder: Path) -> tuple[np.ndarray, list[dict]]:
+    return run(pictures, folder)
 
 
 @pytest.mark.parametrize("error", ["l1", "l2"])
@@ -100,12 +105,11 @@ def test_a_run_that_goes_on_equals_one_that_did_not_stop(
 
 
 def test_a_checkpoint_is_a_folder_whose_latents_have_deviation_1(
-    trained: tuple[np.ndarray, list[dict]], pictures: Path, tmp_path: Path
+    trained: tuple[np.ndarray, list[dict]], pictures: Path, folder: Path
 ) -> None:
     del trained
-    run(pictures, tmp_path)
-    autoencoder = Autoencoder.read(str(tmp_path / "last"))
-    assert (tmp_path / "last").resolve() == last_checkpoint(tmp_path)[0].resolve()  # pyright: ignore
+    autoencoder = Autoencoder.read(str(folder / "last"))
+    assert (folder / "last").resolve() == last_checkpoint(folder)[0].resolve()  # pyright: ignore
     batch = Batches(TRAINING, Folder(str(pictures))).batch(TRAINING.steps - 1)
     latents = autoencoder.encode(batch.pictures)
     sample = latents.mean + np.exp(latents.log_variance / 2) * batch.noise
@@ -114,6 +118,7 @@ def test_a_checkpoint_is_a_folder_whose_latents_have_deviation_1(
     np.testing.assert_allclose([seen.mean(), seen.std()], [0, 1], atol=1e-5)
 
 
+@pytest.mark.long
 def test_causal_kernels_are_trained(pictures: Path, tmp_path: Path) -> None:
     c = AutoencoderConfig.of(
         "qwen-image", widths=(4, 8), layers=1, latent_channels=2, over_time=(True,), means=(0.0,) * 2,
@@ -145,6 +150,7 @@ def test_batches_are_a_function_of_seed_and_step(pictures: Path) -> None:
     assert 0 < sum(mirrored) < COUNT
 
 
+@pytest.mark.long
 def test_pictures_that_are_held_out(pictures: Path, tmp_path: Path) -> None:
     training = replace(TRAINING, held_out=2, batch=5, flip=False, steps=1)
     batches = Batches(training, Folder(str(pictures)))

@@ -74,7 +74,7 @@ class Passes(Protocol):
         ...
 
     def attend(self, x: Any, p: Any, norm: Norm) -> Any:
-        """What attention, with its norm, adds to pictures of the smallest size."""
+        """The result of attention, behind its norm, without the residual; for pictures of the smallest size."""
         ...
 
 

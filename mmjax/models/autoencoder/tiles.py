@@ -46,10 +46,10 @@ class Tiles:
             (top, left), (rows, columns) = zip(*(_read_by(n, side, reach, resampled) for n in at), strict=True)
             part = _cut(x, (top, left), (rows, columns))
             parameters = norm.p if norm else None
-            done = np.asarray(run(part, p, parameters, moments, np.array([top, left]), np.array(x.shape[1:3])))
+            tile = np.asarray(run(part, p, parameters, moments, np.array([top, left]), np.array(x.shape[1:3])))
             place = slice(at[0], at[0] + side), slice(at[1], at[1] + side)
-            kept = out[:, *place].shape
-            out[:, *place] = done[:, : kept[1], : kept[2]]
+            _, rows, columns, _ = out[:, *place].shape
+            out[:, *place] = tile[:, :rows, :columns]
         return out
 
     def attend(self, x: np.ndarray, p: Any, norm: Norm) -> np.ndarray:

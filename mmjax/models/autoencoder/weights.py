@@ -67,7 +67,7 @@ def _of_kl(config: Mapping[str, Any]) -> AutoencoderConfig:
 
 def _of_qwen_image(config: Mapping[str, Any]) -> AutoencoderConfig:
     c = {"dim_mult": (1, 2, 4, 4), "temperal_downsample": (False, True, True)} | _QWEN_FIELDS | dict(config)
-    whole = AutoencoderConfig.of("qwen-image")
+    published = AutoencoderConfig.of("qwen-image")
     _require(not c.get("attn_scales"), "attn_scales", c.get("attn_scales"), "mmjax has attention in the middle alone")
     return AutoencoderConfig(
         channels=c["input_channels"],
@@ -78,8 +78,8 @@ def _of_qwen_image(config: Mapping[str, Any]) -> AutoencoderConfig:
         causal=True,
         over_time=tuple(c["temperal_downsample"]),
         scale=1.0,
-        means=tuple(c.get("latents_mean", whole.means)),
-        deviations=tuple(c.get("latents_std", whole.deviations)),
+        means=tuple(c.get("latents_mean", published.means)),
+        deviations=tuple(c.get("latents_std", published.deviations)),
     )
 
 
