@@ -28,7 +28,7 @@ from mmjax.models.autoencoder.weights import rows, settings, to_config
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 sys.path.insert(0, str(ORACLES))
-import make_autoencoders as oracle  # noqa: E402
+import make_autoencoders as oracle  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 FILE = "diffusion_pytorch_model.safetensors"
 TOLERANCE = 1e-5
@@ -78,6 +78,7 @@ def test_gradients_are_those_of_diffusers(kind: str) -> None:
     theirs = {key.removeprefix("gradient/"): value for key, value in oracles.items() if key.startswith("gradient/")}
     largest = max(np.abs(value).max() for value in theirs.values())
     seen = set()
+    assert autoencoder.source
     for name, (key, view) in autoencoder.source.places.items():
         gradient = np.asarray(leaves[name])
         if key not in theirs:

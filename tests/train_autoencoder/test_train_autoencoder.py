@@ -142,7 +142,7 @@ def test_batches_are_a_function_of_seed_and_step(pictures: Path) -> None:
     second = batches.batch(1)
     assert not np.array_equal(first.pictures, second.pictures)
     sums = [np.sort(batch.pictures.sum(axis=(1, 2, 3))) for batch in (first, second)]
-    np.testing.assert_array_equal(*sums)  # each epoch has each picture once
+    np.testing.assert_array_equal(sums[0], sums[1])  # each epoch has each picture once
     other = Batches(replace(training, seed=1), Folder(str(pictures))).batch(0)
     assert not np.array_equal(first.noise, other.noise)
     flipped = Batches(replace(training, flip=True), Folder(str(pictures))).batch(0).pictures

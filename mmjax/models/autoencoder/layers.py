@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from mmjax.models.autoencoder.config import RESAMPLED, AutoencoderConfig
 from mmjax.models.convolutions import Moments, Padding, convolve, group_moments, group_norm
@@ -43,7 +43,7 @@ class Gaussian(NamedTuple):
     mean: Float[Array, "B h w Z"]
     log_variance: Float[Array, "B h w Z"]
 
-    def sample(self, noise: Float[Array, "B h w Z"]) -> Float[Array, "B h w Z"]:
+    def sample(self, noise: Float[ArrayLike, "B h w Z"]) -> Float[Array, "B h w Z"]:
         """Mean + deviation · noise."""
         return self.mean + jnp.exp(0.5 * self.log_variance) * noise
 

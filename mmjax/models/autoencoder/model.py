@@ -131,12 +131,7 @@ class Autoencoder:
             digest.update(np.ascontiguousarray(leaf).tobytes())
         return digest.hexdigest()
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
-
-    def spread(self, devices: Sequence[jax.Device]) -> Autoencoder:
+    def spread(self, devices: Sequence[Any]) -> Autoencoder:
         """The same autoencoder on several devices, which share pictures and have all parameters each."""
         mesh = jax.sharding.Mesh(np.array(devices), (DP,))
         params = jax.device_put(self.params, NamedSharding(mesh, PartitionSpec()))
@@ -157,13 +152,13 @@ class Autoencoder:
         """Pictures of latents as ``encode`` gives them, about -1 to 1."""
         return np.asarray(self._run(layers.decode, latents))
 
-    def _run(self, function: Any, x: np.ndarray) -> Any:
-        x = np.asarray(x, np.float32)
+    def _run(self, function: Any, values: np.ndarray) -> Any:
+        x: Any = np.asarray(values, np.float32)
         if self.tile:
             return function(self.config, self.params, x, Tiles(self.tile))
-        shared = self.mesh and len(x) % self.mesh.size == 0
-        placed = jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(DP))) if shared else x
-        return _compiled(function, self.config)(self.params, placed)
+        if self.mesh and len(x) % self.mesh.size == 0:
+            x = jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(DP)))
+        return _compiled(function, self.config)(self.params, x)
 
 
 def _compiled(function: Any, config: AutoencoderConfig) -> Any:

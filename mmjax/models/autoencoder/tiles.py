@@ -61,7 +61,7 @@ class Tiles:
         if not norm or not norm.groups:
             return None
         count, mean, squares = 0, np.zeros(0), np.zeros(0)
-        for at in _starts(*x.shape[1:3], self._side):
+        for at in _starts(x.shape[1], x.shape[2], self._side):
             part = _cut(x, at, (self._side, self._side))
             inside = tuple(min(self._side, n - start) for n, start in zip(x.shape[1:3], at, strict=True))
             tile = _tile_moments(part, np.array(inside), groups=norm.groups)

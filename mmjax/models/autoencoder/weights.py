@@ -17,14 +17,14 @@ KL, QWEN_IMAGE = "AutoencoderKL", "AutoencoderKLQwenImage"
 """Values of "_class_name" in ``config.json``."""
 _CONVOLUTION, _CAUSAL = View(order=(2, 3, 1, 0)), View(order=(2, 3, 4, 1, 0))
 """Kernels ``[sides, I, O]`` as views of torch's ``[O, I, sides]``."""
-_KL_FIELDS: Mapping[str, Any] = {
+_KL_FIELDS: dict[str, Any] = {
     **{"in_channels": 3, "out_channels": 3, "block_out_channels": (64,), "layers_per_block": 1},
     **{"latent_channels": 4, "norm_num_groups": 32, "scaling_factor": 0.18215, "shift_factor": None},
     **{"use_quant_conv": True, "use_post_quant_conv": True, "mid_block_add_attention": True},
     **{"latents_mean": None, "latents_std": None, "act_fn": "silu"},
 }
 """What diffusers takes where a config.json of ``AutoencoderKL`` has no value."""
-_QWEN_FIELDS = {"base_dim": 96, "z_dim": 16, "num_res_blocks": 2, "input_channels": 3}
+_QWEN_FIELDS: dict[str, Any] = {"base_dim": 96, "z_dim": 16, "num_res_blocks": 2, "input_channels": 3}
 """The same of ``AutoencoderKLQwenImage``."""
 
 
@@ -66,7 +66,9 @@ def _of_kl(config: Mapping[str, Any]) -> AutoencoderConfig:
 
 
 def _of_qwen_image(config: Mapping[str, Any]) -> AutoencoderConfig:
-    c = {"dim_mult": (1, 2, 4, 4), "temperal_downsample": (False, True, True)} | _QWEN_FIELDS | dict(config)
+    c: dict[str, Any] = (
+        {"dim_mult": (1, 2, 4, 4), "temperal_downsample": (False, True, True)} | _QWEN_FIELDS | dict(config)
+    )
     published = AutoencoderConfig.of("qwen-image")
     _require(not c.get("attn_scales"), "attn_scales", c.get("attn_scales"), "mmjax has attention in the middle alone")
     return AutoencoderConfig(
