@@ -170,6 +170,7 @@ NAMES_FAMILIES = {
     "mmjax.models.families": "the registry",
     "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower",
     "mmjax.parity.shrink": "smaller settings of each family",
+    "mmjax.assembly.latents": "pictures of a generator's latents",
     **{
         f"mmjax.{name}": "a command about autoencoders"
         for name in (

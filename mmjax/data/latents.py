@@ -105,15 +105,7 @@ class LatentStore:
         Raises:
           ConfigError: there are none, or those of several; the message names them.
         """
-        folder = Path(path)
-        if (folder / DESCRIPTION).exists():
-            return cls(folder)
-        inside = sorted(file.parent for file in folder.glob(f"*/{DESCRIPTION}"))
-        fix = "it has no latents; make some with python -m mmjax.latents"
-        names = ", ".join(str(each) for each in inside)
-        fix = f"it has latents of several autoencoders or sizes; name one of {names}" if inside else fix
-        require(len(inside) == 1, "Latents.path", path, fix)
-        return cls(inside[0])
+        return cls(folder_of(path))
 
     def __len__(self) -> int:
         return len(self._files)
@@ -150,9 +142,40 @@ class LatentStore:
             mean = mean + np.exp(0.5 * self.stored(key, LOG_VARIANCE)) * noise
         return (mean - self._shift) * self._scale
 
+    def distribution(self, key: Key) -> Float[np.ndarray, "h w 2*Z"]:
+        """The mean and the deviation of a picture's latent as a generator sees it, fp32, along channels.
+
+        Raises:
+          KeyError: the picture has no latent here.
+        """
+        mean, deviation = self.stored(key, MEAN), np.exp(0.5 * self.stored(key, LOG_VARIANCE))
+        return np.concatenate([(mean - self._shift) * self._scale, deviation * self._scale], axis=-1)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the folder's files: of its description, and of latents in the order in which they were made."""
+        return (str(self.folder / DESCRIPTION), *map(str, shards(self.folder)))
+
     def stored(self, key: Key, name: str) -> Float[np.ndarray, "h w Z"]:
         """The tensor ``MEAN`` or ``LOG_VARIANCE`` of a picture, as fp32, not yet as a generator sees it."""
         return _opened(str(self.folder / self._files[key])).get_tensor(f"{key}.{name}").astype(np.float32)
+
+
+def folder_of(path: str) -> Path:
+    """The folder of one autoencoder and size: ``path``, or the only such folder in it.
+
+    Raises:
+      ConfigError: there are none, or several; the message names them.
+    """
+    folder = Path(path)
+    if (folder / DESCRIPTION).exists():
+        return folder
+    inside = sorted(file.parent for file in folder.glob(f"*/{DESCRIPTION}"))
+    fix = "it has no latents; make some with python -m mmjax.latents"
+    names = ", ".join(str(each) for each in inside)
+    fix = f"it has latents of several autoencoders or sizes; name one of {names}" if inside else fix
+    require(len(inside) == 1, "Latents.path", path, fix)
+    return inside[0]
 
 
 def shards(folder: Path) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
@@ -13,7 +12,7 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.picture_prompts import MOST_SIDE
 from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.types import BLANK, EncoderSpec, Sample
 from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -65,8 +64,14 @@ def for_pictures(recipe: Recipe, path: str, *, media: str, cache: str, source: s
 
     The arguments and errors are those of `for_messages`; `path` is a file of dialogues with blank pictures.
     """
-    reader = partial(replace, kind="llava", draw=False, drawn_size=(0, 0), drawn_pixels=MOST_SIDE**2)
-    return _prompts(recipe, path, reader, media=media, cache=cache, limit=0, source=source)
+    blank = {name: replace(node.latents, path=BLANK) for name, node in recipe.model.nodes.items() if node.latents.path}
+    model = recipe.model.map(lambda node: replace(node, latents=blank.get(node.name, node.latents)))
+    recipe = replace(recipe, model=model)
+    return _prompts(recipe, path, _of_pictures, media=media, cache=cache, limit=0, source=source)
+
+
+def _of_pictures(config: SourceConfig) -> SourceConfig:
+    return replace(config, kind="llava", draw=False, drawn_size=(0, 0), drawn_pixels=MOST_SIDE**2)
 
 
 def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
@@ -86,8 +91,9 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
-    reader = partial(replace, kind=PROMPTS)
-    return _prompts(recipe, path, reader, media=media, cache=cache, limit=limit, source=source)
+    return _prompts(
+        recipe, path, lambda config: replace(config, kind=PROMPTS), media=media, cache=cache, limit=limit, source=source
+    )
 
 
 def _prompts(

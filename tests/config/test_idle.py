@@ -251,6 +251,7 @@ READ = {
     "remat process prediction times drop_condition sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
+    "Latents": "path autoencoder",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Edge": "index inject levels",

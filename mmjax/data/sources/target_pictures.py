@@ -50,6 +50,8 @@ class TargetPictures(Pictures):
         half = (0.5,) * spec.channels
         super().__init__(name, replace(config, preset="", resize="smart", max_patches=0, mean=half, std=half), spec)
 
+    files = ()
+
     def _steps(self, size: Size, *, alone: bool) -> list[Step]:
         return [covering(size, self._size or self._nearest(size))]
 
