@@ -11,8 +11,6 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PIL import Image
-
 from mmjax.configurable import ConfigError
 from mmjax.data.turns import ASSISTANT
 
@@ -99,5 +97,7 @@ def _size(part: Mapping[str, Any], default: Size | None, name: str) -> Size:
 def _blank(size: Size) -> str:
     """A blank picture as a data URL."""
     file = io.BytesIO()
+    from PIL import Image  # commands answer wrong flags before they load it
+
     Image.new("1", (size[1], size[0])).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -24,8 +24,8 @@ class CaptionedReader:
         self._question, self._draw = config.question, config.draw
 
     def files(self) -> Sequence[str]:
-        """The pictures; a caption belongs to them by its name."""
-        return self._pictures
+        """The pictures, and the captions that there are."""
+        return [*self._pictures, *filter(_exists, map(_caption_of, self._pictures))]
 
     def scan(self) -> Iterator[Entry]:
         """An entry for every picture."""
@@ -34,8 +34,8 @@ class CaptionedReader:
     def read(self, place: tuple[int, ...]) -> Record:
         """The record of a picture. Raises Unusable if it has no caption, or none that can be read."""
         picture = self._pictures[place[0]]
-        path = f"{picture.removesuffix(_ending(picture))}txt"
-        if not storage.is_url(path) and not os.path.exists(path):
+        path = _caption_of(picture)
+        if not _exists(path):
             raise Unusable(f"it has no caption: write {path}")
         try:
             caption = storage.read(path, limit=_MOST_TEXT).decode("utf-8-sig").strip()
@@ -46,6 +46,19 @@ class CaptionedReader:
             return Media(name=f"{kind} {name!r}", path=str(name))
 
         return parse_record({"caption": caption, "image": picture}, find, self._question, draw=self._draw)
+
+
+def _caption_of(picture: str) -> str:
+    """The path of the text file beside a picture."""
+    return f"{picture.removesuffix(_ending(picture))}txt"
+
+
+def _exists(path: str) -> bool:
+    try:
+        storage.stamp(path)
+    except (Unusable, OSError):
+        return False
+    return True
 
 
 def _ending(path: str) -> str:

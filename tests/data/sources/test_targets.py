@@ -18,6 +18,7 @@ from PIL import Image
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer
+from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
 from mmjax.data.sources.mixture import Mixture
@@ -511,6 +512,22 @@ def test_a_generator_learns_nothing_of_a_broken_record(tmp_path: Path) -> None:
     assert not any(mixture.sample(index, {"painter"}, learned=False).noise for index in range(6))
 
 
+@pytest.mark.parametrize("names", [("patches", "weights", "times"), ("targets", "index")])
+def test_a_process_reads_the_rows_of_its_generators(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Also of a record whose image is broken, which a process with the generator's rows alone does not need."""
+    mixture = source_of(tmp_path, *EDITS, strict=False)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    packer = make_packer(DATA, SPECS, mixture, TOKENIZER, global_batch=4, microbatches=1, cells=2)
+    cells = ProcessRows(cells={"painter": dict.fromkeys((*names, "segments", "positions"), (1,))})
+    whole = StepMaker(source=mixture, packer=packer, global_batch=4)(0)
+    of_process = StepMaker(source=mixture, packer=packer, global_batch=4, process_rows=cells)(0)
+    for name in names:
+        actual, wanted = (of.microbatches[0].inputs["painter"][name] for of in (of_process, whole))
+        per_cell = len(wanted) // 2
+        np.testing.assert_array_equal(actual[per_cell:], wanted[per_cell:], err_msg=name)
+    assert not whole.microbatches[0].inputs["painter"]["weights"].any(), "every edit has the broken image"
+
+
 def test_the_index_knows_when_a_target_has_changed(tmp_path: Path) -> None:
     mixture = source_of(tmp_path, {"question": "a", "targets": "b.png"})
     before = mixture.meta(0).grids["painter"]
@@ -519,6 +536,17 @@ def test_the_index_knows_when_a_target_has_changed(tmp_path: Path) -> None:
     folder = tmp_path / "data.jsonl"
     new = opened(tmp_path, SourceConfig(path=str(folder), strict=True), encoders=SPECS)
     assert before == ((6, 6),) and new.meta(0).grids["painter"] == ((8, 4),)
+
+
+def test_captions_beside_pictures_may_change(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "folder")
+    config = SourceConfig(kind="pictures", path=str(folder), draw=True, drawn_size=(8, 8))
+    (folder / "a.txt").write_text("a cat")
+    assert text_of(opened(tmp_path, config, encoders=SPECS, split="test").sample(0)).startswith("a cat D")
+    (folder / "a.txt").write_text("a dog and a cat")
+    (folder / "b.txt").write_text("b")
+    changed = opened(tmp_path, config, encoders=SPECS, split="test")
+    assert [text_of(changed.sample(at)) for at in range(len(changed))] == ["a dog and a cat D$", "b D$"]
 
 
 def opened_again(mixture: Mixture) -> Mixture:
