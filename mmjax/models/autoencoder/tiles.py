@@ -18,10 +18,12 @@ import numpy as np
 from jaxtyping import Array
 
 from mmjax.models.autoencoder.config import RESAMPLED
-from mmjax.models.autoencoder.layers import Norm, Resampled, attention, convolved, doubled, normed
+from mmjax.models.autoencoder.layers import Norm, Resampled, around, attention, convolved, doubled, normed
 from mmjax.models.convolutions import Moments
 
 _NONE = ((0, 0), (0, 0))
+Size = tuple[int, int]
+"""Height and width, or row and column."""
 
 
 class Tiles:
@@ -36,18 +38,18 @@ class Tiles:
 
     def convolve(self, x: np.ndarray, p: Any, norm: Norm | None = None, resampled: Resampled = "") -> np.ndarray:
         """See ``Passes``."""
-        moments = self._moments(x, norm)
-        side = self._side // RESAMPLED if resampled == "smaller" else self._side
-        height, width = (_resampled(n, resampled) for n in x.shape[1:3])
-        out = np.empty((len(x), height, width, p["kernel"].shape[-1]), np.float32)
+        moments, parameters = self._moments(x, norm), norm.p if norm else None
+        size = (_resampled(x.shape[1], resampled), _resampled(x.shape[2], resampled))
+        sides = self._sides(size, self._side // RESAMPLED if resampled == "smaller" else self._side)
+        out = np.empty((len(x), *size, p["kernel"].shape[-1]), np.float32)
         reach = p["kernel"].shape[-4] // 2
         run = partial(_convolved, groups=norm.groups if norm else 0, resampled=resampled)
-        for at in _starts(height, width, side):
-            (top, left), (rows, columns) = zip(*(_read_by(n, side, reach, resampled) for n in at), strict=True)
-            part = _cut(x, (top, left), (rows, columns))
-            parameters = norm.p if norm else None
+        for start in _starts(size, sides):
+            read = [_read_by(at, side, reach, resampled) for at, side in zip(start, sides, strict=True)]
+            (top, left), (height, width) = zip(*read, strict=True)
+            part = _cut(x, (top, left), (height, width))
             tile = np.asarray(run(part, p, parameters, moments, np.array([top, left]), np.array(x.shape[1:3])))
-            place = slice(at[0], at[0] + side), slice(at[1], at[1] + side)
+            place = tuple(slice(at, at + side) for at, side in zip(start, sides, strict=True))
             _, rows, columns, _ = out[:, *place].shape
             out[:, *place] = tile[:, :rows, :columns]
         return out
@@ -61,9 +63,11 @@ class Tiles:
         if not norm or not norm.groups:
             return None
         count, mean, squares = 0, np.zeros(0), np.zeros(0)
-        for at in _starts(x.shape[1], x.shape[2], self._side):
-            part = _cut(x, at, (self._side, self._side))
-            inside = tuple(min(self._side, n - start) for n, start in zip(x.shape[1:3], at, strict=True))
+        size = (x.shape[1], x.shape[2])
+        sides = self._sides(size, self._side)
+        for start in _starts(size, sides):
+            part = _cut(x, start, sides)
+            inside = tuple(min(side, n - at) for side, n, at in zip(sides, size, start, strict=True))
             tile = _tile_moments(part, np.array(inside), groups=norm.groups)
             tile_mean, tile_squares = (np.asarray(part, np.float64) for part in tile)
             numbers = inside[0] * inside[1]
@@ -76,14 +80,18 @@ class Tiles:
             count = total
         return Moments(jnp.asarray(mean, jnp.float32), jnp.asarray(squares / count, jnp.float32))
 
+    def _sides(self, size: Size, most: int) -> Size:
+        """The sides of tiles of at most ``most`` pixels for pictures of this size: no more than these, and even."""
+        return min(most, size[0] + size[0] % RESAMPLED), min(most, size[1] + size[1] % RESAMPLED)
+
 
 def _resampled(n: int, resampled: Resampled) -> int:
     return n // RESAMPLED if resampled == "smaller" else n * RESAMPLED if resampled == "larger" else n
 
 
-def _starts(height: int, width: int, side: int) -> Iterator[tuple[int, int]]:
-    """The first row and column of each tile."""
-    return product(range(0, height, side), range(0, width, side))
+def _starts(size: Size, sides: Size) -> Iterator[Size]:
+    """The first row and column of each tile of pictures of this size."""
+    return product(range(0, size[0], sides[0]), range(0, size[1], sides[1]))
 
 
 def _read_by(start: int, side: int, reach: int, resampled: Resampled) -> tuple[int, int]:
@@ -95,7 +103,7 @@ def _read_by(start: int, side: int, reach: int, resampled: Resampled) -> tuple[i
     return start - reach, side + 2 * reach
 
 
-def _cut(x: np.ndarray, at: tuple[int, int], size: tuple[int, int]) -> np.ndarray:
+def _cut(x: np.ndarray, at: Size, size: Size) -> np.ndarray:
     """A part of pictures, with zeros where it reaches beyond them."""
     bounds = [(max(0, a), min(n, a + m)) for a, m, n in zip(at, size, x.shape[1:3], strict=True)]
     inside = x[:, bounds[0][0] : bounds[0][1], bounds[1][0] : bounds[1][1]]
@@ -123,7 +131,12 @@ def _convolved(
         part = jnp.where(is_inside[None, :, :, None], normed(part, Norm(norm, groups), moments), 0)
     if resampled == "larger":
         part = doubled(part)[:, 1:-1, 1:-1]
-    return convolved(part, p, _NONE, resampled)
+    if resampled == "smaller":
+        return convolved(part, p, _NONE, resampled)
+    # XLA computes convolutions with zeros around 2.4 times as fast on CPUs as those without.
+    reach = p["kernel"].shape[-4] // 2
+    padded = convolved(part, p, around(p, ""))
+    return padded[:, reach : padded.shape[1] - reach, reach : padded.shape[2] - reach]
 
 
 @partial(jax.jit, static_argnames=("groups",))
