@@ -1,0 +1,85 @@
+"""Settings of double-stream diffusion transformers. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mmjax.attention.settings import check_backend
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
+from mmjax.mesh.layout import Layout
+from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.settings import EqualHeads, SquarePatches
+
+
+@configurable("MMDiT")
+@dataclass(frozen=True, kw_only=True)
+class MMDiTConfig(EqualHeads, SquarePatches):
+    """A generator of pictures with a stream for the condition and one for the picture, such as Qwen-Image's.
+
+    Attributes:
+      preset: the preset whose values are the defaults.
+      layers, width, heads, mlp: depth, model width, attention heads and hidden units; equal in both streams.
+      patch: side of a square patch in pixels of the picture, which are numbers of latents if latents are made.
+      channels: channels of a picture, or of its latents.
+      queries: places of the condition, which are placeholders of each picture in the LLM's text.
+      rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column.
+      loss_weight: weight of its loss beside the LLM's.
+      steps: number of steps from noise to a picture.
+      activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
+      attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
+        at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
+      remat: the checkpoint policy: ``none`` recomputes nothing, ``dots`` saves products, ``full`` recomputes all;
+        ``auto`` is none on CPUs, and on GPUs the first of them whose estimated memory fits.
+    """
+
+    medium: ClassVar[Medium] = "image"
+    merge: ClassVar[int] = 1
+    qk_norm: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "tiny": {},
+        "qwen-image": {
+            **{"layers": 60, "width": 3072, "heads": 24, "mlp": 12288, "patch": 2, "channels": 16},
+            **{"rope": (16, 56, 56), "steps": 50},
+        },
+    }
+
+    preset: str = "tiny"
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp: int = 128
+    patch: int = 2
+    channels: int = 1
+    queries: int = 8
+    rope: tuple[int, int, int] = (4, 6, 6)
+    loss_weight: float = 1.0
+    steps: int = 20
+    activation: str = "gelu"
+    attention: str = "auto"
+    remat: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "queries", "steps"):
+            positive(f"MMDiT.{name}", getattr(self, name))
+        not_negative("MMDiT.loss_weight", self.loss_weight)
+        divides("MMDiT.heads", self.heads, self.width, "MMDiT.width")
+        fix = f"needs three even numbers above 0 whose sum is MMDiT.width / MMDiT.heads = {self.head_width}"
+        fits = (
+            len(self.rope) == 3 and all(n > 0 and n % 2 == 0 for n in self.rope) and sum(self.rope) == self.head_width
+        )
+        require(fits, "MMDiT.rope", self.rope, fix)
+        one_of("MMDiT.activation", self.activation, ACTIVATIONS)
+        check_backend("MMDiT", self.attention, self.head_width)
+        one_of("MMDiT.remat", self.remat, REMATS)
+
+    def check(self, name: str, layout: Layout) -> None:
+        """Requires that the module ``name`` can be computed under the layout.
+
+        Raises:
+          ConfigError: it has ranks of cp, or as in ``ModuleSettings``.
+        """
+        super().check(name, layout)
+        fix = "cuts rows where condition and picture meet; set it to 1 and use tp with Layout.sp"
+        require(layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)
