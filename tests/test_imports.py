@@ -166,14 +166,16 @@ def test_no_import_runs_upwards() -> None:
 NAMES_FAMILIES = {
     "mmjax": "public names",
     "mmjax.models.families": "the registry",
-    "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower",
+    "mmjax.models.pretrained": "folders of Qwen-Image keep the projector in the generator",
+    "mmjax.models.mmdit.module": "it draws, and its errors count, as in the other generator",
+    "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower, or in the generator",
     "mmjax.parity.shrink": "smaller settings of each family",
 }
 """Modules outside a family's folder that import from it; beside these, the dense reference and benchmarks do."""
 
 
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
-    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "temporal", "vit", "whisper")}
+    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "mmdit", "temporal", "vit", "whisper")}
     importing = {
         name
         for name, imported in whole_graph().items()

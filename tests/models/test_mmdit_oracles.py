@@ -30,6 +30,8 @@ from mmjax.models.parameters import ModuleSlice, Part, join_logical, split_logic
 from mmjax.models.pretrained import find_pretrained
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.projector.layers import Projector, project
+from mmjax.reference.arithmetic import dense_leaves
+from mmjax.reference.mmdit import double_stream_velocity
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.table import assemble, expand, match
 
@@ -180,10 +182,10 @@ def test_gradients_of_parameters_are_those_of_diffusers() -> None:
     """What the condition becomes in the last layer is not read: its weights' gradients are 0, or torch has none."""
     theirs = read({key.removeprefix("wide/d/"): value for key, value in oracles().items() if key.startswith("wide/d/")})
     _, gradients = predict("wide")
+    of_mlp = ("mlp/up", "mlp/up_bias", "mlp/down", "mlp/down_bias")
     assert {name for name in theirs if not theirs[name].any()} == {
         f"m/layers/001/condition_{name}"
-        for name in ("attn/q", "attn/q_bias", "attn/q_norm", "attn/o", "attn/o_bias")
-        + ("mlp/up", "mlp/up_bias", "mlp/down", "mlp/down_bias")
+        for name in ("attn/q", "attn/q_bias", "attn/q_norm", "attn/o", "attn/o_bias", *of_mlp)
     }
     for name, gradient in theirs.items():
         assert_close(gradients[name], gradient)
@@ -198,6 +200,26 @@ def test_ranks_of_tp_predict_the_same(*, sp: bool) -> None:
     whole = predict("edit")[1]
     for name, gradient in gradients.items():
         assert_close(gradient, whole[name])
+
+
+@pytest.mark.parametrize("case", ["wide", "tall"])
+def test_the_dense_reference_predicts_the_same(case: str) -> None:
+    """Of the first row, whose text is the longest."""
+    (c, projector), named = configured(4), read()
+    painter = {f"painter{leaf.removeprefix('m')}": value for leaf, value in named.items()}
+    height, width = oracles()[f"{case}/unpacked"].shape[2:]
+    predicted = double_stream_velocity(
+        dense_leaves(painter),
+        jnp.asarray(oracles()[f"{case}/hidden"][0]),
+        jnp.asarray(inputs_of(case)["patches"][0]),
+        jnp.asarray(oracles()[f"{case}/times"][0]),
+        name="painter",
+        dit=c,
+        rows=height // 2,
+        columns=width // 2,
+        projector=projector,
+    )
+    assert_close(np.asarray(predicted), in_our_order(oracles()[f"{case}/predicted"])[0])
 
 
 def test_a_folder_is_read_and_written_bit_for_bit() -> None:

@@ -1,7 +1,7 @@
-"""Makes a small Qwen-Image transformer of random weights with ``diffusers``, and what it predicts, for the tests of ours.
+"""Makes a small Qwen-Image transformer of random weights with ``diffusers``, and what it predicts, for tests of ours.
 
 ``python tests/oracles/make_mmdit.py`` writes a folder as ``save_pretrained`` does, in several shards, and
-``oracles.npz`` in it: latents, which it packs as the pipeline does, hidden states of a text, times, predictions, and the
+``oracles.npz`` in it: latents, which it packs as pipelines do, hidden states of texts, times, predictions, and the
 gradients of the sum of predictions times a direction: by latents and hidden states, and for one case by parameters. It
 needs torch and diffusers, which mmjax does not.
 """
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tall": {"pictures": [(10, 4)], "texts": (7,), "seed": 2},
     "edit": {"pictures": [(4, 6), (8, 2)], "texts": (4, 6, 6), "seed": 3},
 }
-"""Height and width in latents of each picture of a row, the first of which is made; and the tokens of each row's text."""
+"""Height and width in latents of each picture of a row, the first of which is made; and tokens of each row's text."""
 
 
 def randomise(model: torch.nn.Module) -> None:

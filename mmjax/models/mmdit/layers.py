@@ -55,8 +55,8 @@ class Modulation(nnx.Module):
 
 
 class MMDiTLayer(nnx.Module):
-    """Parameters of one block, of each stream: "modulation", "attn" and "mlp" of the picture, and "condition_modulation"
-    and so on. The norms before products have no scale and bias.
+    """Parameters of one block: "modulation", "attn" and "mlp" of the picture, "condition_modulation" and so on of the
+    condition. The norms before products have no scale and bias.
     """
 
     def __init__(self, c: MMDiTConfig, rngs: nnx.Rngs):
@@ -92,7 +92,7 @@ def parts(c: MMDiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 
 
 def channels_first(c: MMDiTConfig, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T E"]:
-    """Patches whose numbers lie channel by channel, from the data side's pixel by pixel, as Qwen-Image packs latents."""
+    """Patches whose numbers lie channel by channel, as Qwen-Image packs latents, from those pixel by pixel."""
     cut = patches_RTE.reshape(*patches_RTE.shape[:2], c.patch**2, c.channels)
     return cut.swapaxes(2, 3).reshape(patches_RTE.shape)
 

@@ -41,7 +41,9 @@ class DoubleStreamTransformer(Module):
         return layers.parts(self.config, first=first, last=last)
 
     def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
-        """ "segments" and "positions"; "patches" and "times" on the first stage, "targets" and "weights" on the last."""
+        """ "segments" and "positions"; "patches" and "times" on the first stage, "targets" and "weights" on the
+        last.
+        """
         ends = (("patches", "times") if first else ()) + (("targets", "weights") if last else ())
         return ("segments", "positions", *ends)
 
