@@ -102,7 +102,7 @@ def _tables(dit: MMDiTConfig, queries: int, rows: int, columns: int) -> tuple[np
     angles = [
         [
             place[axis] * _THETA ** (-2 * pair / width)
-            for axis, width in enumerate(dit.rope)
+            for axis, width in enumerate(dit.rope_widths)
             for pair in range(width // 2)
         ]
         for place in places

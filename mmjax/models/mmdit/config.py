@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
@@ -24,7 +24,8 @@ class MMDiTConfig(EqualHeads, SquarePatches):
       patch: side of a square patch in pixels of the picture, which are numbers of latents if latents are made.
       channels: channels of a picture, or of its latents.
       queries: places of the condition, which are placeholders of each picture in the LLM's text.
-      rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column.
+      rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column; ()
+        is an eighth for the first, and a half of the others for each of row and column.
       loss_weight: weight of its loss beside the LLM's.
       steps: number of steps from noise to a picture.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
@@ -41,7 +42,7 @@ class MMDiTConfig(EqualHeads, SquarePatches):
         "tiny": {},
         "qwen-image": {
             **{"layers": 60, "width": 3072, "heads": 24, "mlp": 12288, "patch": 2, "channels": 16},
-            **{"rope": (16, 56, 56), "steps": 50},
+            "steps": 50,
         },
     }
 
@@ -53,7 +54,7 @@ class MMDiTConfig(EqualHeads, SquarePatches):
     patch: int = 2
     channels: int = 1
     queries: int = 8
-    rope: tuple[int, int, int] = (4, 6, 6)
+    rope: tuple[int, ...] = field(default=(), metadata={"example": (16, 56, 56)})
     loss_weight: float = 1.0
     steps: int = 20
     activation: str = "gelu"
@@ -65,14 +66,25 @@ class MMDiTConfig(EqualHeads, SquarePatches):
             positive(f"MMDiT.{name}", getattr(self, name))
         not_negative("MMDiT.loss_weight", self.loss_weight)
         divides("MMDiT.heads", self.heads, self.width, "MMDiT.width")
-        fix = f"needs three even numbers above 0 whose sum is MMDiT.width / MMDiT.heads = {self.head_width}"
-        fits = (
-            len(self.rope) == 3 and all(n > 0 and n % 2 == 0 for n in self.rope) and sum(self.rope) == self.head_width
-        )
+        least = f"must be an even number of at least 6 times MMDiT.heads={self.heads}, such as {16 * self.heads}"
+        require(self.head_width % 2 == 0 and self.head_width >= 6, "MMDiT.width", self.width, least)
+        fix = f"needs three even numbers above 0 whose sum is MMDiT.width / MMDiT.heads = {self.head_width}, or is ()"
+        rope = self.rope_widths
+        fits = len(rope) == 3 and all(n > 0 and n % 2 == 0 for n in rope) and sum(rope) == self.head_width
         require(fits, "MMDiT.rope", self.rope, fix)
         one_of("MMDiT.activation", self.activation, ACTIVATIONS)
         check_backend("MMDiT", self.attention, self.head_width)
         one_of("MMDiT.remat", self.remat, REMATS)
+
+    @property
+    def rope_widths(self) -> tuple[int, ...]:
+        """The numbers of a head that rotate with each axis: ``rope``, or what () stands for."""
+        if self.rope:
+            return self.rope
+        pairs = self.head_width // 2
+        first = max(1, pairs // 8)
+        of_row = (pairs - first + 1) // 2
+        return 2 * first, 2 * of_row, 2 * (pairs - first - of_row)
 
     def check(self, name: str, layout: Layout) -> None:
         """Requires that the module ``name`` can be computed under the layout.

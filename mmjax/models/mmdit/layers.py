@@ -170,7 +170,7 @@ def block(c: MMDiTConfig, context: Context, x: Float[Array, "R L+1 D"]) -> Block
     """
     del x
     tokens, is_condition = context.tokens, _is_condition(c, context)
-    rotation = Rotation.of(c.rope, centred(tokens.positions, tokens.segments_BT, c.queries))
+    rotation = Rotation.of(c.rope_widths, centred(tokens.positions, tokens.segments_BT, c.queries))
 
     def layer(x: Array, p: Params) -> Array:
         condition, picture = ({name: p[stream + name] for name in _NAMES} for stream in STREAMS)

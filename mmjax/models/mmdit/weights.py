@@ -7,6 +7,7 @@ the condition: in mmjax they are the generator's projector (see ``projector.weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmjax.configurable import ConfigError, one_of, require
@@ -76,10 +77,11 @@ def to_hf_config(config: MMDiTConfig, *, model_type: str = "") -> dict[str, Any]
         "num_layers": config.layers,
         "attention_head_dim": config.head_width,
         "num_attention_heads": config.heads,
-        "axes_dims_rope": list(config.rope),
+        "axes_dims_rope": list(config.rope_widths),
         **dict.fromkeys(_OPTIONS, False),
     }
-    if any(getattr(config, name) != value for name, value in settings(hf_config).items()):
+    whole = replace(config, rope=config.rope_widths)
+    if any(getattr(whole, name) != value for name, value in settings(hf_config).items()):
         raise ConfigError("MMDiT: Qwen-Image has an mlp of 4 widths with gelu; export with --format=orbax")
     return hf_config
 
