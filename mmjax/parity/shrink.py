@@ -31,6 +31,7 @@ from mmjax.recipe import ModuleSpec, Recipe
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
     **{"patch": 4, "grid": 32, "mels": 16, "length": 64, "tiles": 2, "experts": 8, "groups": 4},
+    **{"queries": 2, "canvas": 8},
 }
 """Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
@@ -169,15 +170,19 @@ def _around(node: ModuleSpec, layouts: Mapping[str, Layout]) -> Any:
 
 def _encoder(c: Any, layout: Layout) -> Any:
     """Shrinks an encoder or a generator of any family; ``SMALL`` limits the sizes that only some families have."""
-    tp, sizes, fields = layout.tp, {}, {field.name for field in dataclasses.fields(c)}
+    tp, sizes, fields = layout.tp, dict[str, Any](), {field.name for field in dataclasses.fields(c)}
     if c.width > SMALL["width"] and "heads" in fields:
         heads = _heads(c.heads, tp)
-        sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
+        sizes |= {"heads": heads, "width": _HEAD * max(heads, 2)}
         sizes |= {"rope": ()} if "rope" in fields else {}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in fields & {"patch", "grid", "mels", "length"}}
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
+    sizes |= {"queries": min(c.queries, SMALL["queries"])} if "queries" in fields else {}
+    if "canvases" in fields:
+        small = (tuple(min(side, SMALL["canvas"]) for side in canvas) for canvas in c.canvases)
+        sizes["canvases"] = tuple(dict.fromkeys(small))
     layers = _layers(c.layers, layout)
     sizes |= _windows(c, layers) if "full_at" in fields else {}
     return replace(c, layers=layers, **sizes)

@@ -314,7 +314,7 @@ def velocity(
     Args:
       leaves: dense leaves of the generator and its projector, by names such as "painter/patch/kernel", as
         `dense_leaves` gives them.
-      hidden_ND: the LLM's hidden states [N, D] of the picture's placeholders, N = rows · columns / merge².
+      hidden_ND: the LLM's hidden states [N, D] of the picture's placeholders, N = rows · columns / merge², or queries.
       patches_TX: noisy patches [rows · columns, patch² · channels] in the order of `patch_positions`.
       time: share of noise, a scalar from 0 to 1.
       name: the generator's name, such as "painter".
@@ -330,10 +330,16 @@ def velocity(
         condition_ND = condition_ND + project(leaves, f"{name}_projector/{source}", x_NE, 1, projector)
     angles = jnp.pi * time * jnp.arange(1, dit.frequencies + 1)
     features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
-    x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_ND.reshape(len(positions_T2), -1)
+    x_TD = affine(leaves, f"{name}/patch", patches_TX)
+    if dit.queries:  # tokens before the patches, at places -1, -2, … of both axes
+        before_N2 = np.repeat(-1 - np.arange(len(condition_ND))[:, None], 2, axis=1)
+        x_TD, positions_T2 = jnp.concatenate([condition_ND, x_TD]), np.concatenate([before_N2, positions_T2])
+    else:
+        x_TD = x_TD + condition_ND.reshape(len(positions_T2), -1)
     for layer in range(dit.layers):
         prefix = f"{name}/layers/{layer:03d}"
         x_TD = _generator_layer(leaves, prefix, dit, x_TD, features_Q, turn_2d(positions_T2))
+    x_TD = x_TD[dit.queries :]
     shift, scale = jnp.split(affine(leaves, f"{name}/last_modulation", features_Q), 2)
     return affine(leaves, f"{name}/velocity", normalised(x_TD) * (1 + scale) + shift)
 

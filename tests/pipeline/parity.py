@@ -75,6 +75,7 @@ FAMILIES = {
 # Two local layers and a global one; a token sees its image beyond the window.
 MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
+QUERIES = replace(DIT, merge=1, queries=2)
 
 
 def model_with(
@@ -117,6 +118,7 @@ MODELS = {
         generators={"painter": DIT, "printer": replace(DIT, merge=1, loss_weight=2.0)},
         projectors={"painter": ProjectorConfig(hidden=12)},
     ),
+    "drawing, queries": model_with(generators={"painter": QUERIES, "printer": replace(DIT, loss_weight=2.0)}),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "families": model_with(llm=FAMILIES),

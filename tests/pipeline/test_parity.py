@@ -357,6 +357,19 @@ SLOW = {
     "drawing, buckets": replace(
         DRAWING, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0
     ),
+    "drawing, queries": replace(DRAWING, model="drawing, queries"),
+    "drawing, queries, two stages, zb-h1": replace(
+        DRAWING,
+        model="drawing, queries",
+        painter=Layout(tp=2, sp=False, pp=2),
+        schedule="zb-h1",
+        remat="full",
+        microbatches=4,
+        samples=25,
+    ),
+    "drawing, queries, three phases": replace(
+        DRAWING, model="drawing, queries", schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
+    ),
     "drawing, chunks": DRAWING_CHUNKED,
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }
