@@ -8,14 +8,13 @@ from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
-from mmjax.mesh.layout import Layout
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
-from mmjax.models.settings import EqualHeads, SquarePatches
+from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
 
 
 @configurable("MMDiT")
 @dataclass(frozen=True, kw_only=True)
-class MMDiTConfig(EqualHeads, SquarePatches):
+class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
     """A generator of pictures with a stream for the condition and one for the picture, such as Qwen-Image's.
 
     Attributes:
@@ -37,6 +36,7 @@ class MMDiTConfig(EqualHeads, SquarePatches):
 
     medium: ClassVar[Medium] = "image"
     merge: ClassVar[int] = 1
+    shares_queries: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
@@ -85,13 +85,3 @@ class MMDiTConfig(EqualHeads, SquarePatches):
         first = max(1, pairs // 8)
         of_row = (pairs - first + 1) // 2
         return 2 * first, 2 * of_row, 2 * (pairs - first - of_row)
-
-    def check(self, name: str, layout: Layout) -> None:
-        """Requires that the module ``name`` can be computed under the layout.
-
-        Raises:
-          ConfigError: it has ranks of cp, or as in ``ModuleSettings``.
-        """
-        super().check(name, layout)
-        fix = "cuts rows where condition and picture meet; set it to 1 and use tp with Layout.sp"
-        require(layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)

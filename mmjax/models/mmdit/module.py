@@ -94,4 +94,4 @@ class DoubleStreamTransformer(Module):
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into patches, for the data side."""
         c = self.config
-        return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
+        return EncoderSpec(patch=c.patch, channels=c.channels, special=c.queries, queries=c.queries, drawn=True)
