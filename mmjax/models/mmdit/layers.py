@@ -120,10 +120,9 @@ def embed(p: Params, c: MMDiTConfig, context: Context) -> Float[Array, "R L+1 D"
       context: its inputs include "patches" [R, T, E] and "times" [R, T], which are equal in a row, or 0.
     """
     inputs, dtype = context.tokens.inputs, p["patch"]["kernel"].dtype
-    patches_RSE = jnp.pad(channels_first(c, inputs["patches"]), ((0, 0), (c.queries, 0), (0, 0))).astype(dtype)
-    patches_RLE = context.split_sp(patches_RSE)
-    x_RLD = linear(patches_RLE, p["patch"]["kernel"], p["patch"]["bias"])
-    x_RLD = jnp.where(_is_condition(c, context), 0, x_RLD)
+    patches_RTE = context.split_sp(channels_first(c, inputs["patches"]).astype(dtype))
+    x_RTD = context.gather_sp(linear(patches_RTE, p["patch"]["kernel"], p["patch"]["bias"]))
+    x_RLD = context.split_sp(jnp.pad(x_RTD, ((0, 0), (c.queries, 0), (0, 0))))
     h_RQ = time_features(jnp.max(inputs["times"], axis=1)).astype(dtype)
     h_R1D = jax.nn.silu(linear(h_RQ[:, None], p["time_in"]["kernel"], p["time_in"]["bias"]))
     time_R1D = linear(h_R1D, p["time_out"]["kernel"], p["time_out"]["bias"])

@@ -58,6 +58,12 @@ class DoubleStreamTransformer(Module):
         """The last norm, by the time, whose place ends here. ``p`` are the module's parameters on its last stage."""
         return layers.end(p, x)
 
+    def positions_of(self, weight: str, length: int) -> int:
+        """See ``Module``: those of a weight's stream, or the time's."""
+        if "modulation/" in weight:
+            return 1
+        return self.config.queries if weight.startswith(layers.STREAMS[0]) else length
+
     @property
     def losses(self) -> Mapping[str, Loss]:
         """One loss, "loss", with the weight ``MMDiT.loss_weight``."""
