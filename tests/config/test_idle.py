@@ -222,6 +222,7 @@ READ = {
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight steps activation "
     "attention remat",
+    "MMDiT": "preset layers width heads mlp patch channels queries rope loss_weight steps activation attention remat",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
