@@ -67,7 +67,7 @@ class TracedWork:
         runs_N = lengths_N + self.special
         visible = pairs or {mask: _pairs(mask, runs_N, self.axes) for mask in self.per_pair}
         attention = sum(flops * visible[mask] for mask, flops in self.per_pair.items())
-        once = self.once * np.count_nonzero(lengths_N)
+        once = self.once * int(np.count_nonzero(lengths_N))
         return round(self.ends * int(lengths_N.sum()) + self.layers * int(runs_N.sum()) + once) + attention
 
 

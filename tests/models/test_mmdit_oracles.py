@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, on_tp, slice_of
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, preset_values
 from mmjax.data.patches import patchify, unpatchify
 from mmjax.data.types import EncoderSpec
 from mmjax.mesh.spread import Axes
@@ -115,7 +115,7 @@ def predict(case: str, *, tp: int = 1, sp: bool = False) -> tuple[np.ndarray, di
     leaves = [jax.tree.leaves(part.leaves()) for part in made]
     trees = [jax.tree.structure(part.leaves()) for part in made]
     params = {
-        name: jax.tree.unflatten(tree, join_logical(of_part, loaded))
+        name: jax.tree.unflatten(tree, join_logical(of_part, cast(Any, loaded)))
         for name, tree, of_part in zip(NAMES, trees, leaves, strict=True)
     }
     specs = {
@@ -243,7 +243,7 @@ def test_a_folder_is_read_and_written_bit_for_bit() -> None:
 
 def test_the_published_size_has_the_published_parameters() -> None:
     """The folder of Qwen-Image has 20,430,401,088 parameters, by the shapes of diffusers' model."""
-    c = MMDiTConfig(preset="qwen-image", **MMDiTConfig.presets["qwen-image"])
+    c = MMDiTConfig(**cast(dict[str, Any], preset_values(MMDiTConfig, "qwen-image")))
     projector = 3584 + 3584 * c.width + c.width
     assert DoubleStreamTransformer(c).parameters() + projector == 20_430_401_088
 

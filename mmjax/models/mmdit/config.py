@@ -37,7 +37,7 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
     medium: ClassVar[Medium] = "image"
     merge: ClassVar[int] = 1
     shares_queries: ClassVar[bool] = True
-    qk_norm: ClassVar[bool] = True
+    qk_norm = True
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
         "qwen-image": {
@@ -78,7 +78,7 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
 
     @property
     def rope_widths(self) -> tuple[int, ...]:
-        """The numbers of a head that rotate with each axis: ``rope``, or what () stands for."""
+        """The numbers of a head that rotate with each axis: ``rope``, or its default by the width of a head."""
         if self.rope:
             return self.rope
         pairs = self.head_width // 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -94,7 +95,7 @@ class DoubleStreamTransformer(Module):
             replaced.
           predict: computes the results of the method ``predict`` for such inputs.
         """
-        return euler(self.config, inputs, predict)
+        return euler(cast(Any, self.config), inputs, predict)
 
     @property
     def medium(self) -> EncoderSpec:

@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def of(cls, rope: Sequence[int], positions_RS3: Int[Array, "R S 3"]) -> Rotation:
-        """The rotation by positions of three axes, of which pair i of an axis turns by theta^(-2i / width) a step.
+        """The rotation by positions of three axes: pair i of an axis turns by theta^(-2i / width) radians a position.
 
         ``rope`` is the width, in numbers of a head, of each axis, such as (16, 56, 56).
         """
