@@ -88,7 +88,7 @@ def _channels_first(patches_TX: jax.Array, channels: int) -> jax.Array:
 
 def _embedded_time(leaves: Arrays, name: str, time: jax.Array) -> jax.Array:
     half = _FEATURES // 2
-    frequencies = np.exp(-np.log(10000.0) * np.arange(half) / half).astype(time.dtype)
+    frequencies = (10000.0 ** (-np.arange(half) / half)).astype(time.dtype)
     angles = 1000.0 * (time * frequencies)  # rounded in this order: up to 1000 radians have few digits in fp32
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)])
     return affine(leaves, f"{name}/time_out", jax.nn.silu(affine(leaves, f"{name}/time_in", features)))

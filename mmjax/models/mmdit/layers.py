@@ -14,7 +14,6 @@ part of them under sequence parallelism), D width, E numbers in a patch, H heads
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -106,7 +105,7 @@ def channels_last(c: MMDiTConfig, patches_RTE: Float[Array, "R T E"]) -> Float[A
 def time_features(times_R: Float[Array, " R"]) -> Float[Array, "R 256"]:
     """Cosines, then sines, of 1000 · t · 10000^(-k / 128) for k from 0; ``times_R`` are shares of noise, 0 to 1."""
     half = TIME_FEATURES // 2
-    frequency = np.exp(np.float32(-math.log(_MAX_PERIOD)) * np.arange(half, dtype=np.float32) / np.float32(half))
+    frequency = (_MAX_PERIOD ** (-np.arange(half) / half)).astype(np.float32)
     angles = _TIME_SCALE * (times_R[:, None].astype(jnp.float32) * frequency)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
