@@ -167,7 +167,6 @@ NAMES_FAMILIES = {
     "mmjax": "public names",
     "mmjax.models.families": "the registry",
     "mmjax.models.pretrained": "folders of Qwen-Image keep the projector in the generator",
-    "mmjax.models.mmdit.module": "it draws, and its errors count, as in the other generator",
     "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower, or in the generator",
     "mmjax.parity.shrink": "smaller settings of each family",
 }

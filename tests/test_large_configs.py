@@ -53,7 +53,7 @@ RUNS = {
     "bigmac_understanding": (32, "nested", 0.08),
     "bigmac_understanding_plan": (16, "nested", 0.05),
     "bigmac_generation": (32, "nested", 0.08),
-    "bigmac_generation_mmdit": (32, "nested", 0.2),
+    "bigmac_generation_mmdit": (32, "nested", 0.08),
     "bigmac_generation_plan": (8, "nested", 0.08),
 }
 """Microbatches, schedule, and the most of the devices' time that a step has idle."""

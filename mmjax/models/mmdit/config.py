@@ -9,13 +9,16 @@ from typing import ClassVar
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.diffusion import Diffusion
 from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
 
 
 @configurable("MMDiT")
 @dataclass(frozen=True, kw_only=True)
-class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
+class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     """A generator of pictures with a stream for the condition and one for the picture, such as Qwen-Image's.
+
+    ``Diffusion`` has the settings of its noise and of drawing.
 
     Attributes:
       preset: the preset whose values are the defaults.
@@ -26,7 +29,6 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
       rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column; ()
         is an eighth for the first, and a half of the others for each of row and column.
       loss_weight: weight of its loss beside the LLM's.
-      steps: number of steps from noise to a picture.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
@@ -42,7 +44,8 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
         "tiny": {},
         "qwen-image": {
             **{"layers": 60, "width": 3072, "heads": 24, "mlp": 12288, "patch": 2, "channels": 16},
-            "steps": 50,
+            **{"times": "logit_normal", "dynamic_shift": True, "max_shift": 0.9, "max_patches": 8192},
+            **{"terminal_time": 0.02, "steps": 50},
         },
     }
 
@@ -56,15 +59,15 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
     queries: int = 8
     rope: tuple[int, ...] = field(default=(), metadata={"example": (16, 56, 56)})
     loss_weight: float = 1.0
-    steps: int = 20
     activation: str = "gelu"
     attention: str = "auto"
     remat: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "queries", "steps"):
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "queries"):
             positive(f"MMDiT.{name}", getattr(self, name))
         not_negative("MMDiT.loss_weight", self.loss_weight)
+        self.check_diffusion("MMDiT")
         divides("MMDiT.heads", self.heads, self.width, "MMDiT.width")
         least = f"must be an even number of at least 6 times MMDiT.heads={self.heads}, such as {16 * self.heads}"
         require(self.head_width % 2 == 0 and self.head_width >= 6, "MMDiT.width", self.width, least)
@@ -85,3 +88,7 @@ class MMDiTConfig(ConditionTokens, EqualHeads, SquarePatches):
         first = max(1, pairs // 8)
         of_row = (pairs - first + 1) // 2
         return 2 * first, 2 * of_row, 2 * (pairs - first - of_row)
+
+    def idle(self) -> dict[str, str]:
+        """The fields without effect, given the other fields, each with the reason."""
+        return self.idle_diffusion("MMDiT")

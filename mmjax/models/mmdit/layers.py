@@ -122,7 +122,8 @@ def embed(p: Params, c: MMDiTConfig, context: Context) -> Float[Array, "R L+1 D"
     patches_RTE = context.split_sp(channels_first(c, inputs["patches"]).astype(dtype))
     x_RTD = context.gather_sp(linear(patches_RTE, p["patch"]["kernel"], p["patch"]["bias"]))
     x_RLD = context.split_sp(jnp.pad(x_RTD, ((0, 0), (c.queries, 0), (0, 0))))
-    h_RQ = time_features(jnp.max(inputs["times"], axis=1)).astype(dtype)
+    times_R = jnp.max(inputs["times"], axis=1) / c.noising.time_scale
+    h_RQ = time_features(times_R).astype(dtype)
     h_R1D = jax.nn.silu(linear(h_RQ[:, None], p["time_in"]["kernel"], p["time_in"]["bias"]))
     time_R1D = linear(h_R1D, p["time_out"]["kernel"], p["time_out"]["bias"])
     return _with_time(x_RLD, time_R1D)

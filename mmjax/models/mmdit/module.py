@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.dit.layers import euler, flow_loss
+from mmjax.models.guidance import Guidance
 from mmjax.models.layers import Params
 from mmjax.models.mmdit import layers
 from mmjax.models.mmdit.config import MMDiTConfig
@@ -77,7 +77,8 @@ class DoubleStreamTransformer(Module):
         include "targets" and "weights".
         """
         targets, weights = context.inputs["targets"], context.inputs["weights"]
-        return {"loss": flow_loss(self.predict(p, context, x), targets, weights)}
+        errors = jnp.square(self.predict(p, context, x) - targets)
+        return {"loss": jnp.sum(weights[..., None] * errors)}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> Float[Array, "R t E"]:
         """The prediction for each patch in fp32.
@@ -87,18 +88,25 @@ class DoubleStreamTransformer(Module):
         return layers.predict(p, self.config, context, x)
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``MMDiT.steps`` steps of Euler's
-        method.
+        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``MMDiT.steps`` steps of
+        ``MMDiT.sampler``.
 
         Args:
           inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
             replaced.
           predict: computes the results of the method ``predict`` for such inputs.
         """
-        return euler(cast(Any, self.config), inputs, predict)
+        return self.config.drawing.draw(inputs, predict)
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of predictions with and without the condition."""
+        return self.config.guided
 
     @property
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into patches, for the data side."""
         c = self.config
-        return EncoderSpec(patch=c.patch, channels=c.channels, special=c.queries, queries=c.queries, drawn=True)
+        return EncoderSpec(
+            patch=c.patch, channels=c.channels, special=c.queries, queries=c.queries, drawn=True, process=c.noising
+        )
