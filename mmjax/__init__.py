@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from mmjax.models.layers import row_parallel as row_parallel
     from mmjax.models.llama.config import DecoderConfig as DecoderConfig
     from mmjax.models.lora.config import LoraConfig as LoraConfig
+    from mmjax.models.mmdit.config import MMDiTConfig as MMDiTConfig
     from mmjax.models.module import LayerGroup as LayerGroup
     from mmjax.models.module import Loss as Loss
     from mmjax.models.module import Module as Module
@@ -141,6 +142,7 @@ __all__ = [
     "LoraConfig",
     "LoraSpec",
     "Loss",
+    "MMDiTConfig",
     "Media",
     "ModelConfig",
     "ModelSpec",
@@ -240,6 +242,7 @@ _NAMES_OF = {
     "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rotate_2d", "row_parallel"),
     "mmjax.models.llama.config": ("DecoderConfig",),
     "mmjax.models.lora.config": ("LoraConfig",),
+    "mmjax.models.mmdit.config": ("MMDiTConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),
     "mmjax.models.nodes": ("Edge", "Node"),
     "mmjax.models.norms": ("rms_norm",),

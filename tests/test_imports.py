@@ -168,7 +168,8 @@ def test_no_import_runs_upwards() -> None:
 NAMES_FAMILIES = {
     "mmjax": "public names",
     "mmjax.models.families": "the registry",
-    "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower",
+    "mmjax.models.pretrained": "folders of Qwen-Image keep the projector in the generator",
+    "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower, or in the generator",
     "mmjax.parity.shrink": "smaller settings of each family",
     "mmjax.assembly.latents": "pictures of a generator's latents",
     **{
@@ -184,7 +185,9 @@ NAMES_FAMILIES = {
 
 
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
-    folders = {f"mmjax.models.{name}" for name in ("autoencoder", "dit", "llama", "temporal", "vit", "whisper")}
+    folders = {
+        f"mmjax.models.{name}" for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "vit", "whisper")
+    }
     importing = {
         name
         for name, imported in whole_graph().items()

@@ -37,6 +37,11 @@ LAYOUTS = {
         "llm": replace(SPLIT, dp=4),
         "painter": replace(PULLED, dp=2, tp=8),
     },
+    "bigmac_generation_mmdit": {
+        "vision": replace(SEGMENTS, dp=4),
+        "llm": replace(SPLIT, dp=4),
+        "painter": replace(PULLED, dp=2, tp=8),
+    },
     "bigmac_generation_plan": {
         "vision": Layout(lanes=2, dp=8, tp=4),
         "llm": replace(SPLIT, dp=16, pp=2, chunks=1, cp=2),
@@ -48,6 +53,7 @@ RUNS = {
     "bigmac_understanding": (32, "nested", 0.08),
     "bigmac_understanding_plan": (16, "nested", 0.05),
     "bigmac_generation": (32, "nested", 0.08),
+    "bigmac_generation_mmdit": (32, "nested", 0.08),
     "bigmac_generation_plan": (8, "nested", 0.08),
 }
 """Microbatches, schedule, and the most of the devices' time that a step has idle."""
@@ -56,6 +62,7 @@ PARAMETERS = {
     "bigmac_understanding": {"vision": 1.33e9, LLM: 30.53e9},
     "bigmac_understanding_plan": {"vision": 1.33e9, LLM: 30.53e9},
     "bigmac_generation": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
+    "bigmac_generation_mmdit": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.42e9},
     "bigmac_generation_plan": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
 }
 SHORT = ("llm/Decoder.layers=8", "vision/ViT.layers=2")
@@ -99,8 +106,8 @@ def test_each_rank_of_an_encoders_cp_has_a_whole_picture(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_dry_run_of_few_layers_has_every_program(name: str) -> None:
-    layers = SHORT + (("painter/DiT.layers=2",) if "painter" in LAYOUTS[name] else ())
-    recipe = load(name, *layers)
+    generators = [] if "painter" not in LAYOUTS[name] else ["MMDiT" if name.endswith("mmdit") else "DiT"]
+    recipe = load(name, *SHORT, *(f"painter/{generator}.layers=2" for generator in generators))
     forecast = dry_run(recipe)
     stages = {f"{module}.{stage}" for module, layout in LAYOUTS[name].items() for stage in range(layout.stages)}
     programs = sum(layout.stages * layout.lanes for layout in LAYOUTS[name].values())

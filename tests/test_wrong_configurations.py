@@ -79,6 +79,12 @@ def drawing(binding: str, *given: str, named: str, legal: str) -> Wrong:
     return Wrong(binding, named, legal, flags=flags)
 
 
+def streams(*bindings: str, named: str, legal: str) -> Wrong:
+    """Bindings that do not go together where a generator with two streams draws."""
+    painter = ("Model.generators={'painter': 'mmdit'}", "Digits.draw=1.0", "painter/Layout.rank_offset=8")
+    return train(*painter, *bindings, named=named, legal=legal)
+
+
 def train(*bindings: str, named: str, legal: str) -> Wrong:
     """Several bindings that do not go together."""
     return Wrong(
@@ -189,6 +195,15 @@ CASES = [
         "painter/DiT.queries=2", "painter/DiT.merge=1", *APART, "painter/Layout.cp=2", "painter/Layout.dp=1",
         named="painter/Layout.cp=2: a row is a condition", legal="set it to 1",
     ),
+    streams("painter/MMDiT.heads=16", named="painter/MMDiT.width=64: must be an even number", legal="such as 256"),
+    streams("painter/MMDiT.rope=(4, 6)", named="painter/MMDiT.rope=(4, 6): needs three even numbers", legal="or is ()"),
+    streams("painter/MMDiT.queries=0", named="painter/MMDiT.queries=0: must be above 0", legal="such as 1"),
+    streams(
+        "painter/MMDiT.queries=3", "painter/Layout.tp=2",
+        named="painter/MMDiT.queries=3: painter/Layout.tp=2 ranks share its places", legal="use a multiple",
+    ),
+    streams("painter/Layout.cp=2", named="painter/Layout.cp=2: a row is a condition", legal="set it to 1"),
+    streams("painter/MMDiT.merge=2", named="painter/MMDiT.merge=2: MMDiT has no field 'merge'", legal="'queries'"),
     drawing("painter/DiT.steps=0", named="painter/DiT.steps=0: must be above 0", legal="such as 1"),
     drawing("painter/DiT.preset=dit", named="painter/DiT.preset='dit'", legal="'dit-xl2'"),
     drawing("painter/DiT.remat=all", named="painter/DiT.remat='all'", legal="'none', 'dots', 'full'"),

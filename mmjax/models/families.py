@@ -15,6 +15,7 @@ from mmjax.configurable import ConfigError, registry
 from mmjax.models.choices import Medium
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.settings import ModuleSettings
 from mmjax.models.temporal.config import TemporalConfig
@@ -74,6 +75,12 @@ FAMILIES: Mapping[str, Family] = {
         generator_class="mmjax.models.llama.talker:CodeDecoder",
     ),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", ("generator",)),
+    "mmdit": Family(
+        MMDiTConfig,
+        "mmjax.models.mmdit.module:DoubleStreamTransformer",
+        ("generator",),
+        "mmjax.models.mmdit.weights",
+    ),
 }
 
 

@@ -111,7 +111,9 @@ def forward_flops(
 
 def _projector_flops(model: MultimodalModel, name: str, lengths: Iterable[int]) -> int:
     """Forward FLOPs of a module's projector for media with these numbers of patches."""
-    tokens = sum(int(n) // model.nodes[name].module.patches_per_token for n in lengths)
+    module = model.nodes[name].module
+    queries = module.medium.queries if module.medium else 0
+    tokens = sum(queries or int(n) // module.patches_per_token for n in lengths if n)
     injecting_edges = (edge for edge in model.out_of(name) if edge.inject)
     return sum(projector_flops(*widths, tokens) for widths in model.projector_widths(name).values()) + sum(
         len(edge.inject) * projector_flops(*model.injected_widths(edge), tokens) for edge in injecting_edges

@@ -293,6 +293,14 @@ class Module(ABC):
         """
         return traced_work(self).flops(lengths, pairs)
 
+    def positions_of(self, weight: str, length: int) -> int:
+        """The number of positions of a segment that the product with a layer's weight, such as "attn/q", reads.
+
+        ``length`` is the segment's, without special positions. By default all positions are read.
+        """
+        del weight
+        return length + (self.medium.special if self.medium else 0)
+
     def routed_share(self, ranks: int, *, all_to_all: bool) -> float:
         """The share of the rows of a rank's grouped products that hold a token's choice, under equal loads; 1 without
         experts.

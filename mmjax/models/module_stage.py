@@ -190,7 +190,7 @@ class ModuleStage(StageModel):
         projected = [self._condition(p, context, carry, cells, path, x.dtype) for path in self.starts]
         features = self._apply_callback("projected", context, functools.reduce(operator.add, projected))
         features = features.reshape(len(x), -1, x.shape[-1])
-        return x.at[:, : features.shape[1]].add(features) if self._has_queries else x + features
+        return _with_condition(context, x, features) if self._has_queries else x + features
 
     @property
     def _has_queries(self) -> bool:
@@ -251,6 +251,14 @@ class ModuleStage(StageModel):
                 values = self._merge_tokens(edge, jnp.zeros_like(x), tokens, context.inputs, cells)
                 added[layer] = added[layer] + values if layer in added else values
         return added
+
+
+def _with_condition(context: Context, x: Array, features: Array) -> Array:
+    """Features of this rank's places, with those of a condition added, which has the first places of a row."""
+    if context.axes.sp:
+        behind = context.tokens.segments_BT.shape[1] - context.gather_sp(features).shape[1]
+        features = context.split_sp(jnp.pad(context.gather_sp(features), ((0, 0), (0, behind), (0, 0))))
+    return x.at[:, : features.shape[1]].add(features)
 
 
 def _columns(x: Array, columns: slice) -> Array:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 from mmjax.configurable import ConfigError, gin_name, require
 from mmjax.models.families import FAMILIES, Family
+from mmjax.models.mmdit.weights import CLASS_NAME, PROJECTOR_PREFIX
 from mmjax.weights.folder import WeightsFolder
 from mmjax.weights.table import Row, expand, match, renamed
 
@@ -105,6 +106,11 @@ _GEMMA4: Mapping[str, FolderPart] = {
     "image": FolderPart("vision_config", {"": ("model.vision_tower.",)}),
     "projector": FolderPart("", {"model.embed_vision.": ("model.embed_vision.",)}),
 }
+_CONDITIONED: Mapping[str, FolderPart] = {
+    "image": FolderPart("", {"": ("",)}),
+    "projector": FolderPart("", {PROJECTOR_PREFIX: (PROJECTOR_PREFIX,)}),
+}
+"""A generator of diffusers with the projector of its condition."""
 COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
@@ -118,8 +124,9 @@ COMPOSITES: Mapping[str, Mapping[str, FolderPart]] = {
     "llava": {**_LLAVA, "projector": FolderPart("", _PROJECTOR)},
     "llava_next": _WITH_NEWLINES,
     "llava_onevision": _WITH_NEWLINES,
+    CLASS_NAME: _CONDITIONED,
 }
-"""The parts of composite models by "model_type": "llm", the name of an encoder's medium, and "projector"."""
+"""The parts of composite models by ``kind_of_model``: "llm", the name of an encoder's medium, and "projector"."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,11 @@ class Pretrained:
         return renamed(rows, self.prefixes) if self.prefixes else rows
 
 
+def kind_of_model(hf_config: Settings) -> str:
+    """The kind of a model by its ``config.json``: its "model_type", or in folders of diffusers its "_class_name"."""
+    return str(hf_config.get("model_type") or hf_config.get("_class_name", ""))
+
+
 def _new_prefixes(prefixes: Prefixes) -> tuple[str, ...]:
     return tuple(prefix for alternatives in prefixes.values() for prefix in alternatives)
 
@@ -182,7 +194,7 @@ def find_pretrained(family: Family, hf_config: Settings, layer: int = 0) -> Pret
       ConfigError: the folder has no such module or no choice of layers, or its model is unknown to the family. The
         message does not name the folder.
     """
-    kind = str(hf_config.get("model_type", ""))
+    kind = kind_of_model(hf_config)
     name = gin_name(family.config)
     part_name = family.medium or family.roles[0]
     weights = family_weights(family)

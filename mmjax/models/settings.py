@@ -149,15 +149,21 @@ class EqualHeads(ModuleSettings):
 class ConditionTokens(ModuleSettings):
     """Settings of a generator whose condition may have places of its own in a row, before those of patches."""
 
+    shares_queries: ClassVar[bool] = False
+    """Whether ranks of sequence parallelism may share such places; they share those of patches then too."""
     queries: int = 0
     """The number of such places; a settings class may override it by a field."""
 
     def check(self, name: str, layout: Layout) -> None:
-        """See ``ModuleSettings``; rows of a condition and patches are not cut."""
+        """See ``ModuleSettings``; rows of a condition and patches are not cut, or in equal parts of both."""
         super().check(name, layout)
         field = setting_name(name, self, "queries")
         fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to 1"
         require(not self.queries or layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)
+        if self.shares_queries and layout.shares_tokens:
+            fix = f"{name}/Layout.tp={layout.tp} ranks share its places; use a multiple, or set Layout.sp to False"
+            require(self.queries % layout.tp == 0, field, self.queries, fix)
+            return
         fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to False"
         require(not (self.queries and layout.shares_tokens), f"{name}/Layout.sp", layout.sp, fix)
 

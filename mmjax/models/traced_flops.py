@@ -45,6 +45,7 @@ class TracedWork:
       per_pair: of attention in all layers, for a pair of query and visible key, by mask.
       axes: of positions.
       special: positions of a segment that its length does not count, such as a class token.
+      once: of products that are computed once for a segment, such as shifts by a picture's time.
     """
 
     ends: Fraction
@@ -52,6 +53,7 @@ class TracedWork:
     per_pair: Mapping[Mask, int]
     axes: int
     special: int
+    once: Fraction = Fraction(0)
 
     def flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int] | None = None) -> int:
         """Forward FLOPs over segments of these lengths, in positions.
@@ -65,7 +67,8 @@ class TracedWork:
         runs_N = lengths_N + self.special
         visible = pairs or {mask: _pairs(mask, runs_N, self.axes) for mask in self.per_pair}
         attention = sum(flops * visible[mask] for mask, flops in self.per_pair.items())
-        return round(self.ends * int(lengths_N.sum()) + self.layers * int(runs_N.sum())) + attention
+        once = self.once * int(np.count_nonzero(lengths_N))
+        return round(self.ends * int(lengths_N.sum()) + self.layers * int(runs_N.sum()) + once) + attention
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,12 +80,40 @@ def traced_work(module: Any) -> TracedWork:
 
     A language model's logits count for every token.
     """
-    positions = _positions(module)
-    inputs, width = _row(module, positions), module.config.width
-    parts = _single_parts(module)
-    features = jax.ShapeDtypeStruct((1, positions, width), jnp.float32)
-    record = _record(functools.partial(_run_ends, module), inputs, parts, features)
-    ends, layers, per_pair = Fraction(record.products, positions), Fraction(0), record.per_pair
+    spec, positions = module.medium, _positions(module)
+    row = _traced_row(module, positions)
+    special = spec.special if spec else 0
+    work = TracedWork(
+        ends=Fraction(row.ends, positions),
+        layers=Fraction(row.layers, positions),
+        per_pair=dict(row.per_pair),
+        axes=_axes(module),
+        special=special,
+    )
+    if not (spec and spec.queries) or spec.canvases:
+        return work
+    longer = _traced_row(module, positions + TOKENS)  # by what it has more, products for each position are told apart
+    ends, layers = Fraction(longer.ends - row.ends, TOKENS), Fraction(longer.layers - row.layers, TOKENS)
+    once = row.ends + row.layers - ends * (positions - special) - layers * positions
+    return replace(work, ends=ends, layers=layers, once=once)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TracedRow:
+    """FLOPs of products of a row, outside of layers and in them, and of attention for each pair, by mask."""
+
+    ends: int
+    layers: int
+    per_pair: Counter[Mask]
+
+
+def _traced_row(module: Any, positions: int) -> _TracedRow:
+    inputs, parts = _row(module, positions), _single_parts(module)
+    shapes: dict[str, tuple[int, ...]] = {}
+    features = jax.ShapeDtypeStruct((1, positions, module.config.width), jnp.float32)
+    record = _record(functools.partial(_run_ends, module, shapes), inputs, parts, features)
+    features = jax.ShapeDtypeStruct(shapes["first"], jnp.float32)
+    layers, per_pair = 0, record.per_pair
     shared: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for group in module.groups:
         mask, layer = group.mask(module.mask), _leaves(group.create)
@@ -90,24 +121,23 @@ def traced_work(module: Any) -> TracedWork:
             layer[LAYER_INPUT] = jax.ShapeDtypeStruct((1, positions, module.layer_input_width), jnp.float32)
         run = functools.partial(_run_layer, group, mask, shared)
         work = _record(run, inputs, layer, features)
-        layers += group.layers * Fraction(work.products, positions)
+        layers += group.layers * work.products
         per_pair += Counter({mask: group.layers * flops for mask, flops in work.per_pair.items()})
-    if module.losses:
-        ends += _head(module, inputs, parts, features)
-    special = module.medium.special if module.medium else 0
-    return TracedWork(ends=ends, layers=layers, per_pair=dict(per_pair), axes=_axes(module), special=special)
+    last = jax.ShapeDtypeStruct(shapes["last"], jnp.float32)
+    ends = record.products + (_head(module, inputs, parts, last) if module.losses else 0)
+    return _TracedRow(ends=ends, layers=layers, per_pair=per_pair)
 
 
-def _head(module: Any, inputs: Mapping[str, Any], parts: Any, features: Any) -> Fraction:
-    """FLOPs of the products with which a module gives its losses, for one position.
+def _head(module: Any, inputs: Mapping[str, Any], parts: Any, features: Any) -> int:
+    """FLOPs of the products with which a module gives its losses, from the features behind its end.
 
     A language model's losses go through its logits in chunks of tokens, so the logits of one token are traced.
     """
     if not module.gives_logits:
-        record = _record(lambda context, p, x: module.loss(p, context, x), inputs, parts, features)
-        return Fraction(record.products, features.shape[1])
+        return _record(lambda context, p, x: module.loss(p, context, x), inputs, parts, features).products
     token = jax.ShapeDtypeStruct((1, 1, module.config.width), jnp.float32)
-    return Fraction(_record(lambda context, p, x: module.logits(p, context, x), inputs, parts, token).products)
+    of_token = _record(lambda context, p, x: module.logits(p, context, x), inputs, parts, token)
+    return features.shape[1] * of_token.products
 
 
 def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
@@ -122,12 +152,17 @@ def _pairs(mask: Mask, lengths_N: Int[np.ndarray, " N"], axes: int) -> int:
     return int(np.sum(width_N * (width_N + 1) // 2 + (runs_N - width_N) * width_N))
 
 
-def _run_ends(module: Any, context: Context, p: Any, x: jax.Array) -> Any:
-    """The computations of a module before its first layer and behind its last."""
-    x = module.embed(p, context) + x
+def _run_ends(module: Any, shapes: dict[str, tuple[int, ...]], context: Context, p: Any, x: jax.Array) -> Any:
+    """The computations of a module before its first layer and behind its last; ``shapes`` gets those of their results,
+    "first" and "last".
+    """
+    del x
+    x = module.embed(p, context)
     if module.layer_input_width:
         module.layer_inputs(p, context, x)
-    return module.end(p, context, x)
+    y = module.end(p, context, x)
+    shapes |= {"first": x.shape, "last": y.shape}
+    return y
 
 
 def _run_layer(

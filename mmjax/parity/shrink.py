@@ -174,6 +174,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
     if c.width > SMALL["width"] and "heads" in fields:
         heads = _heads(c.heads, tp)
         sizes |= {"heads": heads, "width": _HEAD * max(heads, 2)}
+        sizes |= {"rope": ()} if "rope" in fields else {}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in fields & {"patch", "grid", "mels", "length"}}
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens

@@ -12,7 +12,9 @@ import jax
 
 from mmjax.assembly.packers import bucket_shapes
 from mmjax.data.packing import Packer
+from mmjax.data.patches import patch_shapes
 from mmjax.data.split import Split
+from mmjax.data.types import EncoderSpec
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.world import World
 from mmjax.models.graph import MultimodalModel
@@ -63,16 +65,25 @@ def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str
     shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=positions_of)
     result: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
-        spec = model.nodes[module].module.medium
-        whole = bool(spec and spec.queries)  # ranks of tp do not share the tokens of such rows
-        split = Split(unit=1 if whole else tps[module] * model.nodes[module].module.patches_per_token)
+        node, spec = model.nodes[module], model.nodes[module].module.medium
+        whole = bool(spec and spec.queries and not node.config.shares_queries)  # ranks of tp do not share its places
+        split = Split(unit=1 if whole else tps[module] * node.module.patches_per_token)
         width = inputs["segments"].shape[1]
-        wider = split.rounded(width)  # some inputs have a place for a token of several patches
+        wider = split.rounded(width)
         result[module] = {
-            name: jax.ShapeDtypeStruct((rows, array.shape[1] * wider // width, *array.shape[2:]), array.dtype)
+            name: jax.ShapeDtypeStruct(
+                (rows, _widened(name, array.shape[1], width, wider, spec), *array.shape[2:]), array.dtype
+            )
             for name, array in inputs.items()
         }
     return result
+
+
+def _widened(name: str, length: int, width: int, wider: int, spec: EncoderSpec | None) -> int:
+    """The length of the input `name` in rows of `wider` positions, if it is `length` in rows of `width`."""
+    if spec and spec.queries:
+        return wider if length == width else length + wider - width if name in patch_shapes(spec) else length
+    return length * wider // width  # some inputs have a place for a token of several patches
 
 
 def trace_memory(

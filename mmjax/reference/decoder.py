@@ -33,6 +33,7 @@ from mmjax.reference.attention import KeysByKind, Masks, attention_output, scale
 from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
+from mmjax.reference.mmdit import double_stream_velocity
 from mmjax.reference.positions import cut_patches, patch_positions
 from mmjax.reference.process import flow_times, noised, share_of
 
@@ -430,6 +431,11 @@ def integrate(
 def _velocity_of(
     leaves: Arrays, name: str, dit: DiTConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
 ) -> Callable[..., jax.Array]:
-    """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``."""
+    """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``.
+
+    It is `double_stream_velocity` for a generator with two streams.
+    """
     rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
-    return functools.partial(velocity, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)
+    has_streams = f"{name}/layers/000/condition_attn/q" in leaves
+    function = double_stream_velocity if has_streams else velocity
+    return functools.partial(function, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

@@ -249,6 +249,8 @@ READ = {
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight activation attention "
     "remat process prediction times drop_condition sampler steps guidance",
+    "MMDiT": "preset layers width heads mlp patch channels queries rope loss_weight activation attention remat process "
+    "prediction times drop_condition sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Latents": "path autoencoder",
@@ -264,6 +266,18 @@ READ = {
     "Weights": "init_from path layer new_tokens",
 }
 """Settings that every configuration reads where their class has a place."""
+
+
+def _of_streams(binding: str) -> str:
+    """A binding of a generator with one stream as one of a generator with two."""
+    return binding.replace("DiT.", "MMDiT.").replace("'dit'", "'mmdit'")
+
+
+IDLE |= {  # both generators have the settings of noise and drawing
+    _of_streams(key): (value, tuple(map(_of_streams, idle)), tuple(map(_of_streams, active)))
+    for key, (value, idle, active) in IDLE.items()
+    if key.startswith("painter/DiT.")
+}
 
 
 def test_every_setting_is_known_here() -> None:

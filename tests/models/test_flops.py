@@ -17,17 +17,20 @@ from mmjax.models.dit.config import DiTConfig
 from mmjax.models.families import module_of
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.reference import decoder as reference_decoder
 from mmjax.reference import encoders as reference_encoders
+from mmjax.reference import mmdit as reference_mmdit
 
 LLAMA3_8B = from_preset(DecoderConfig, "llama3-8b")
 VIT_H14 = from_preset(ViTConfig, "vit-h14", positions="learned2d", grid=16, merge=1)
 CLIP_L14 = from_preset(ViTConfig, "clip-vit-l14", positions="learned2d", grid=16, merge=1)
 VIT = ViTConfig(layers=2, width=128, heads=4, mlp=512, patch=4, channels=3, merge=2, positions="rope2d")
 WHISPER = WhisperConfig(layers=2, width=128, heads=4, mlp=512, mels=40, merge=4)
+MMDIT = MMDiTConfig(layers=2, width=32, heads=4, mlp=48, patch=2, channels=2, queries=5)
 DIT = DiTConfig(layers=2, width=32, heads=4, mlp=48, patch=2, channels=2, merge=2, frequencies=3)
 DECODER = DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, head_dim=16, mlp=384, vocab=500)
 HIDDEN = ProjectorConfig(hidden=96)
@@ -329,6 +332,27 @@ def test_dense_generator_does_the_counted_products() -> None:
     # The shifts, scales and gates of a picture's patches are the same: the reference makes them once.
     made = 2 * 2 * DIT.frequencies * (6 * DIT.layers + 2) * DIT.width
     assert product_flops(traced.jaxpr.jaxpr) == counted["painter"] + counted["painter_projector"] - (24 - 1) * made
+
+
+def test_dense_generator_with_two_streams_does_the_counted_products() -> None:
+    """Of one picture; and of two by hand, whose shifts, scales and gates are computed once for each."""
+    model = multimodal({}, DECODER, {"painter": MMDIT}, {"painter": ProjectorConfig(hidden=20)})
+    parts = [part for stage in model.stages({"llm": Layout(), "painter": Layout()}) for part in stage.slices]
+    leaves = [leaf for part in parts if part.module != "llm" for leaf in jax.tree.leaves(part.leaves())]
+    avals = {name: jax.ShapeDtypeStruct(leaf.logical_shape, np.float32) for leaf in leaves for name in leaf.names}
+    counted = flops.forward_flops(model, {"painter": [24]})
+    hidden, patches = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((5, DECODER.width), (24, 8)))
+    time = jax.ShapeDtypeStruct((), np.float32)
+    traced = reference_mmdit.double_stream_velocity.trace(
+        avals, hidden, patches, time, name="painter", dit=MMDIT, rows=4, columns=6, projector=ProjectorConfig(hidden=20)
+    )
+    assert product_flops(traced.jaxpr.jaxpr) == counted["painter"] + counted["painter_projector"]
+    width, layers, lengths = MMDIT.width, MMDIT.layers, (24, 7)
+    once = 256 * width + width * width + layers * 2 * 6 * width * width + 2 * width * width
+    products = sum(layers * (length + 5) * (4 * width * width + 2 * width * MMDIT.mlp) for length in lengths)
+    ends = sum(2 * length * 8 * width for length in lengths)
+    attention = sum(2 * layers * (length + 5) ** 2 * width for length in lengths)
+    assert flops.forward_flops(model, {"painter": lengths})["painter"] == 2 * (2 * once + products + ends + attention)
 
 
 @pytest.mark.parametrize(

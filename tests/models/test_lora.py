@@ -26,6 +26,7 @@ from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.layers import adapted_weights, require_targets
 from mmjax.models.lora.merging import merged_adapters, require_adapters
 from mmjax.models.lora.names import with_native_names
+from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.parameters import LayerRun, ModuleSlice, Part, split_logical
 from mmjax.models.vit.config import ViTConfig
 
@@ -149,6 +150,10 @@ DELTA: dict[str, Any] = {"delta_heads": 2, "attention_every": 2, "experts": 4}
         (DecoderConfig(**SIZES, vocab=37), "attn/k attn/o attn/q attn/v"),
         (ViTConfig(**SIZES, patch=2, merge=2), "attn/k attn/o attn/q attn/v"),
         (DiTConfig(**SIZES, patch=2, merge=2, frequencies=3), "attn/k attn/o attn/q attn/v"),
+        (
+            MMDiTConfig(**SIZES, patch=2),
+            "attn/k attn/o attn/q attn/v condition_attn/k condition_attn/o condition_attn/q condition_attn/v",
+        ),
         (DecoderConfig(**SIZES, vocab=37, **LATENT), "attn/kv_down attn/kv_up attn/o attn/q"),
         (
             DecoderConfig(**SIZES, vocab=37, **LATENT, q_rank=5),

@@ -129,6 +129,28 @@ REDRAW: dict[str, Any] = HAND | {
 }
 
 
+# A generator with streams of condition and picture; two ranks of tp share the condition's places.
+STREAMS: dict[str, Any] = {
+    "Model.generators": {"painter": "mmdit"},
+    "llm/Decoder.vocab": 262,
+    "painter/Packing.buckets": (),
+    "painter/MMDiT.layers": 2,
+    "painter/MMDiT.width": 32,
+    "painter/MMDiT.heads": 4,
+    "painter/MMDiT.mlp": 24,
+    "painter/MMDiT.patch": 2,
+    "painter/MMDiT.queries": 2,
+    "painter/MMDiT.loss_weight": 0.5,
+    "painter/Projector.kind": "linear",
+    "painter/Projector.norm": "rms",
+}
+
+
+def streams(llm: str, vision: str, painter: str, **changes: Any) -> dict[str, Any]:
+    """An image encoder, an LLM, and a generator with two streams; layouts as in ``three``."""
+    return STREAMS | _layouts(llm=llm, vision=vision, painter=painter) | changes
+
+
 def three(llm: str, vision: str, audio: str, **changes: Any) -> dict[str, Any]:
     """Image and audio encoders and an LLM in layouts written "tp,pp,dp" or "tp,pp,dp@first rank".
 

@@ -33,9 +33,11 @@ from mmjax.mesh.world import World
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import CallbacksConfig, lora_name, projector_name
 from mmjax.models.dit.config import DiTConfig
+from mmjax.models.families import kind_of
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.lora.config import LoraConfig
+from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.nodes import Node
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.vit.config import ViTConfig
@@ -75,6 +77,7 @@ FAMILIES = {
 # Two local layers and a global one; a token sees its image beyond the window.
 MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
+STREAMS = MMDiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, queries=2)
 QUERIES = replace(DIT, merge=1, queries=2)
 
 
@@ -133,6 +136,10 @@ MODELS = {
         projectors={"painter": ProjectorConfig(hidden=12)},
     ),
     "drawing, queries": model_with(generators={"painter": QUERIES, "printer": replace(DIT, loss_weight=2.0)}),
+    "drawing, streams": model_with(generators={"painter": STREAMS}),
+    "drawing, streams, chunked": model_with(
+        llm={"layers": 4}, generators={"painter": replace(STREAMS, layers=4)}, loras={"painter": LoraConfig(rank=2)}
+    ),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "families": model_with(llm=FAMILIES),
@@ -233,7 +240,7 @@ class Case:
         adapters = LoraSpec(settings=node.lora, optimizer=by_part.get(lora_name(name), OptimizerConfig()))
         return ModuleSpec(
             name=name,
-            kind="vit" if is_encoder else "dit" if is_generator else "llama",
+            kind="vit" if is_encoder else kind_of(node.config),
             role="encoder" if is_encoder else "generator" if is_generator else "llm",
             settings=replace(node.config, remat=self.remat),
             layout=self.vision if is_encoder else self.painter if name == "painter" else self.llm,

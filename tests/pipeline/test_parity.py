@@ -39,6 +39,7 @@ DRAWING = Case(
     painter=Layout(dp=2, rank_offset=6),
     clip_norm=0.7,
 )
+STREAMS = replace(DRAWING, model="drawing, streams")
 ADAPTED = replace(FAN_IN, model="adapted", frozen=("vision", "llm"), clip_norm=0.3)
 DRAWING_CHUNKED = Case(
     model="drawing, chunked",
@@ -376,6 +377,17 @@ SLOW = {
     "drawing, queries, three phases": replace(
         DRAWING, model="drawing, queries", schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
     ),
+    "drawing, streams": STREAMS,
+    "drawing, streams, two stages, zb-h1": replace(
+        STREAMS, painter=Layout(tp=2, sp=False, pp=2), schedule="zb-h1", remat="full", microbatches=4, samples=25
+    ),
+    "drawing, streams, sp": replace(STREAMS, painter=Layout(tp=2, rank_offset=6)),
+    "drawing, streams, shards": replace(STREAMS, painter=Layout(dp=2, shard="parameters", rank_offset=6)),
+    "drawing, streams, three phases": replace(
+        STREAMS, schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
+    ),
+    "drawing, streams, chunks": replace(DRAWING_CHUNKED, model="drawing, streams, chunked"),
+    "drawing, streams, single": replace(STREAMS, frozen=("llm",), painter=Layout(), vision=Layout(), llm=Layout()),
     "drawing, chunks": DRAWING_CHUNKED,
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }

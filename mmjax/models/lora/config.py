@@ -9,8 +9,10 @@ from mmjax.configurable import configurable, not_negative, positive, require
 
 ATTENTION = "attention"
 """A target: all products by which tokens of a layer read each other, whatever the layer's kind."""
-_KINDS = ("attn/*", "delta/*")
-"""Names of these products' weights: of attention, with latents or without, and of delta layers."""
+_KINDS = ("*attn/*", "delta/*")
+"""Names of these products' weights: of attention, with latents or without, also of several streams ("condition_attn"),
+and of delta layers.
+"""
 
 
 @configurable("Lora")

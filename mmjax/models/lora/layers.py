@@ -171,8 +171,10 @@ def lora_flops(module: Module, lora: LoraConfig, lengths: Iterable[int]) -> int:
 
     ``module`` is such as ``module_of(DecoderConfig())``, ``lora`` such as ``LoraConfig(rank=8, targets=("attn/q",))``.
     """
-    special = module.medium.special if module.medium else 0
     per_token = getattr(module.config, "experts_per_token", None)
-    weights = ((group.layers, adapted_weights(group.create, lora)) for group in module.groups)
-    computed = sum(layers * lora.rank * _edge(weight, per_token) for layers, group in weights for _, weight in group)
-    return 2 * sum(int(n) + special for n in lengths) * computed
+    lengths, flops = [int(length) for length in lengths], 0
+    for group in module.groups:
+        for name, weight in adapted_weights(group.create, lora):
+            positions = sum(module.positions_of(name, length) for length in lengths)
+            flops += 2 * positions * group.layers * lora.rank * _edge(weight, per_token)
+    return flops

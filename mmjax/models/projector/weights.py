@@ -7,6 +7,7 @@ from typing import Any
 
 from mmjax.configurable import one_of, require
 from mmjax.models.choices import ACTIVATION_OF
+from mmjax.models.mmdit.weights import CLASS_NAME as QWEN_IMAGE
 from mmjax.models.projector.config import ProjectorConfig, injected_name
 from mmjax.models.vit import qwen_weights
 from mmjax.weights.table import SAME, TRANSPOSED, Row, View
@@ -26,6 +27,11 @@ _LINEAR: Mapping[str, Mapping[str, tuple[str, View]]] = {
     "paligemma": {
         "kernel": ("multi_modal_projector.linear.weight", TRANSPOSED),
         "bias": ("multi_modal_projector.linear.bias", SAME),
+    },
+    QWEN_IMAGE: {
+        "norm/scale": ("txt_norm.weight", SAME),
+        "kernel": ("txt_in.weight", TRANSPOSED),
+        "bias": ("txt_in.bias", SAME),
     },
 }
 """Leaves, keys and views of projectors of one layer, by composite model."""
@@ -65,6 +71,8 @@ def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _linear(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a projector of one layer."""
+    if hf_config["model_type"] == QWEN_IMAGE:
+        return {"kind": "linear", "hidden": 0, "norm": "rms"}
     norm = _LINEAR_NORMS.get(hf_config["model_type"], "none")
     is_pooled = norm != "none"
     name = "rms_norm_eps" if norm == "rms_plain" else "layer_norm_eps"
@@ -85,8 +93,8 @@ def _most_tiles(hf_config: Mapping[str, Any]) -> int:
 
 
 def rows(config: ProjectorConfig, model_type: str) -> tuple[Row, ...]:
-    """The weights table of LLaVA's projector and newline, of Gemma's projectors, or of Qwen-VL's mergers, with the
-    oldest keys.
+    """The weights table of LLaVA's projector and newline, of Gemma's and Qwen-Image's projectors, or of Qwen-VL's
+    mergers, with the oldest keys.
 
     A ``Row`` has the ``leaf``, such as "up", the possible ``keys`` of its tensor, such as
     ("multi_modal_projector.linear_1.weight",), and its ``view`` of the tensor. The leaves are "up", "up_bias", "down"

@@ -1,0 +1,112 @@
+"""Double-stream diffusion transformers as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.data.types import EncoderSpec
+from mmjax.models.context import Context
+from mmjax.models.guidance import Guidance
+from mmjax.models.layers import Params
+from mmjax.models.mmdit import layers
+from mmjax.models.mmdit.config import MMDiTConfig
+from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Predict
+from mmjax.models.parameters import Part
+
+
+@dataclass(frozen=True)
+class DoubleStreamTransformer(Module):
+    """A generator of pictures from noise, whose condition has places of its own in front of a picture's patches.
+
+    The tokens of other modules are added to the features of these places, which are zeros.
+    """
+
+    config: MMDiTConfig
+
+    Config = MMDiTConfig
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """One group of all layers."""
+        c = self.config
+        return (LayerGroup(c.layers, partial(layers.MMDiTLayer, c), partial(layers.block, c)),)
+
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """The embeddings of patches and of the time of the first stage, and the head of the last."""
+        return layers.parts(self.config, first=first, last=last)
+
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments" and "positions"; "patches" and "times" on the first stage, "targets" and "weights" on the
+        last.
+        """
+        ends = (("patches", "times") if first else ()) + (("targets", "weights") if last else ())
+        return ("segments", "positions", *ends)
+
+    def embed(self, p: Params, context: Context) -> Float[Array, "R L+1 D"]:
+        """Zeros for the condition, features of the context's host input "patches", which are noisy, and the time's.
+
+        ``p`` are the module's parameters on its first stage.
+        """
+        return layers.embed(p, self.config, context)
+
+    def end(self, p: Params, context: Context, x: Float[Array, "R L+1 D"]) -> Float[Array, "R L D"]:
+        """The last norm, by the time, whose place ends here. ``p`` are the module's parameters on its last stage."""
+        return layers.end(p, x)
+
+    def positions_of(self, weight: str, length: int) -> int:
+        """See ``Module``: those of a weight's stream, or the time's."""
+        if "modulation/" in weight:
+            return 1
+        return self.config.queries if weight.startswith(layers.STREAMS[0]) else length
+
+    @property
+    def losses(self) -> Mapping[str, Loss]:
+        """One loss, "loss", with the weight ``MMDiT.loss_weight``."""
+        return {"loss": Loss(weight=self.config.loss_weight)}
+
+    def loss(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> dict[str, Float[Array, ""]]:
+        """{"loss": the sum of weighted squared errors of the prediction over the local patches}.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
+        include "targets" and "weights".
+        """
+        targets, weights = context.inputs["targets"], context.inputs["weights"]
+        errors = jnp.square(self.predict(p, context, x) - targets)
+        return {"loss": jnp.sum(weights[..., None] * errors)}
+
+    def predict(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> Float[Array, "R t E"]:
+        """The prediction for each patch in fp32.
+
+        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``.
+        """
+        return layers.predict(p, self.config, context, x)
+
+    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``MMDiT.steps`` steps of
+        ``MMDiT.sampler``.
+
+        Args:
+          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
+            replaced.
+          predict: computes the results of the method ``predict`` for such inputs.
+        """
+        return self.config.drawing.draw(inputs, predict)
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of predictions with and without the condition."""
+        return self.config.guided
+
+    @property
+    def medium(self) -> EncoderSpec:
+        """The cutting of a picture into patches, for the data side."""
+        c = self.config
+        return EncoderSpec(
+            patch=c.patch, channels=c.channels, special=c.queries, queries=c.queries, drawn=True, process=c.noising
+        )
