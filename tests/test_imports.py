@@ -173,7 +173,7 @@ NAMES_FAMILIES = {
 
 
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
-    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "temporal", "vit", "whisper")}
+    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "temporal", "unet", "vit", "whisper")}
     importing = {
         name
         for name, imported in whole_graph().items()

@@ -18,6 +18,7 @@ from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.settings import ModuleSettings
 from mmjax.models.temporal.config import TemporalConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.user_code import import_named, names_code
@@ -74,6 +75,7 @@ FAMILIES: Mapping[str, Family] = {
         generator_class="mmjax.models.llama.talker:CodeDecoder",
     ),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", ("generator",)),
+    "unet": Family(UNetConfig, "mmjax.models.unet.module:LatentUNet", ("generator",), "mmjax.models.unet.weights"),
 }
 
 

@@ -19,8 +19,10 @@ EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
 """Files with the preprocessing of media, today's first, which has the part for recordings in a dictionary."""
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of PEFT, which has only adapters."""
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEM, DIFFUSERS_STEM = "model", "diffusion_pytorch_model"
+"""Beginnings of names of files with tensors, in folders of ``transformers`` and of ``diffusers``."""
+SINGLE = f"{STEM}.safetensors"
+INDEX = f"{SINGLE}.index.json"
 _POINTER = b"version https://git-lfs"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
@@ -84,7 +86,9 @@ class WeightsFolder:
         for file, keys in _files(Path(path)).items():
             infos = _headers(path, file)
             if lacking := sorted(keys - infos.keys()):
-                raise ConfigError(f"{Path(path) / file} lacks {lacking[0]}, which {INDEX} says is in it; get it again")
+                raise ConfigError(
+                    f"{Path(path) / file} lacks {lacking[0]}, which its index says is in it; get it again"
+                )
             tensors |= infos
         return cls(path=path, config=config, tensors=tensors)
 
@@ -173,10 +177,12 @@ def _files(folder: Path) -> dict[str, set[str]]:
 
     A single file has precedence over an index beside it, which an earlier save may have left, as in ``transformers``.
     """
-    if is_there(folder / SINGLE):
-        return {SINGLE: set()}
-    if is_there(folder / INDEX):
-        return _indexed(folder)
+    for stem in (STEM, DIFFUSERS_STEM):
+        single = f"{stem}.safetensors"
+        if is_there(folder / single):
+            return {single: set()}
+        if is_there(folder / f"{single}.index.json"):
+            return _indexed(folder, f"{single}.index.json")
     if is_there(folder / ADAPTER_CONFIG) and is_there(folder / ADAPTERS):
         return {ADAPTERS: set()}
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
@@ -193,15 +199,15 @@ def _names(folder: Path) -> list[str]:
         raise ConfigError(f"{folder} cannot be read ({error.strerror}); allow it, or name another folder") from None
 
 
-def _indexed(folder: Path) -> dict[str, set[str]]:
-    places = read_object(folder / INDEX).get("weight_map")
+def _indexed(folder: Path, index: str) -> dict[str, set[str]]:
+    places = read_object(folder / index).get("weight_map")
     fix = "get it again"
     if not isinstance(places, dict) or not places:
-        raise ConfigError(f"{folder / INDEX} is no index of safetensors files: it has no 'weight_map'; {fix}")
+        raise ConfigError(f"{folder / index} is no index of safetensors files: it has no 'weight_map'; {fix}")
     files: dict[str, set[str]] = {}
     for key, file in places.items():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
-            raise ConfigError(f"{folder / INDEX} names {str(file)[:80]!r}, which is no file of the folder; {fix}")
+            raise ConfigError(f"{folder / index} names {str(file)[:80]!r}, which is no file of the folder; {fix}")
         files.setdefault(file, set()).add(key)
     if missing := sorted(file for file in files if not is_there(folder / file)):
         raise ConfigError(f"{folder} lacks {len(missing)} of {len(files)} files, such as {missing[0]}; download them")

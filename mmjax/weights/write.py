@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, INDEX, SINGLE, WeightsFolder
+from mmjax.weights.folder import ADAPTER_CONFIG, ADAPTERS, CONFIG, DIFFUSERS_STEM, STEM, WeightsFolder
 from mmjax.weights.table import Entry, View, assemble, is_list, keys_of
 
 Read = Callable[[Collection[str]], Mapping[str, np.ndarray]]
@@ -57,7 +57,7 @@ def rewrite(
             by_key.setdefault(name, []).append(_Part(leaf, view, number if is_list(key) else None))
     read = _with_last(read)
     shards = {tensor.file for tensor in folder.tensors.values()}
-    stale = {INDEX} if shards == {SINGLE} else set()
+    stale = {f"{file}.index.json" for file in shards}
     with _new_directory(out) as directory:
         for file in sorted(shards):
             keys = [key for key, tensor in folder.tensors.items() if tensor.file == file]
@@ -120,11 +120,12 @@ def write(
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
+    stem: str = STEM,
 ) -> int:
     """Writes a new folder of a model: ``config.json``, safetensors (with an index if there are several) and ``files``.
 
     Args:
-      config: the values of its ``config.json``, to which "dtype" is added.
+      config: the values of its ``config.json``, to which "dtype" is added, but not for ``DIFFUSERS_STEM``.
       entries: its table, as ``table.expand`` makes it.
       read: a function from a list of leaves, such as ["layers/000/attn/q"], to their whole arrays by name; called for
         the leaves of one tensor, or list of tensors, at a time.
@@ -132,6 +133,7 @@ def write(
       dtype: numpy's name of the dtype of all tensors, or "bfloat16".
       shard_bytes: bytes of the largest file, unless a single tensor is larger.
       files: contents of further files by name, such as "tokenizer.json".
+      stem: the beginning of the names of files with tensors, ``STEM`` or ``DIFFUSERS_STEM``.
 
     Returns:
       The number of tensors written.
@@ -154,10 +156,11 @@ def write(
                 yield key, tensor.astype(kind)
 
     with _new_directory(out) as directory:
-        (directory / CONFIG).write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+        stated = {} if stem == DIFFUSERS_STEM else {"dtype": dtype}
+        (directory / CONFIG).write_text(json.dumps({**config, **stated}, indent=2) + "\n")
         for name, content in (files or {}).items():
             (directory / name).write_bytes(content)
-        _save_shards(tensors(), directory, shard_bytes)
+        _save_shards(tensors(), directory, shard_bytes, stem)
     return written
 
 
@@ -174,7 +177,7 @@ def write_adapters(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray],
         _save(tensors, directory / ADAPTERS)
 
 
-def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int) -> None:
+def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit: int, stem: str) -> None:
     """Writes tensors in their order, in one file or in several with an index."""
     shards: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
@@ -191,14 +194,14 @@ def _save_shards(tensors: Iterable[tuple[str, np.ndarray]], folder: Path, limit:
         waiting[key] = tensor
         total += tensor.nbytes
     flush()
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = [SINGLE] if len(shards) == 1 else names
+    names = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [f"{stem}.safetensors"] if len(shards) == 1 else names
     for number, name in enumerate(names):
         (folder / f"{number}.part").rename(folder / name)
     if len(names) > 1:
         places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _save(tensors: Mapping[str, np.ndarray], path: Path) -> None:

@@ -221,6 +221,9 @@ READ = {
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
     "remat",
+    "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
+    "norm_eps flip_sin_to_cos freq_shift timesteps linear_projection upcast_attention canvases loss_weight steps "
+    "attention remat",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
