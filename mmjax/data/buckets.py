@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -153,17 +154,23 @@ def text_buckets(
 
 
 def _with_room(
-    buckets: Sequence[Bucket], *, most: int, largest: int, least_width: int, pairs: float
+    buckets: Sequence[Bucket], *, most: int, largest: int, least_width: int, pairs: float, alone: bool = False
 ) -> tuple[Bucket, ...]:
     """The buckets, cheapest first; if none holds `most` segments of `largest` positions, one that does is added.
 
-    The added bucket is as wide as the widest bucket that holds a segment, or `least_width` if none does.
+    The added bucket is as wide as the widest bucket that holds a segment, or `least_width` if none does. ``alone``:
+    whether each segment has a row to itself.
     """
     candidates = list(buckets)
-    if not any(rows * (width // largest) >= most for rows, width in buckets):
+    if not any(rows * _abreast(width, largest, alone=alone) >= most for rows, width in buckets):
         width = max([width for _, width in buckets if width >= largest], default=least_width)
-        candidates.append((-(-most // (width // largest)), width))
+        candidates.append((-(-most // _abreast(width, largest, alone=alone)), width))
     return tuple(sorted(candidates, key=lambda bucket: compute(bucket, pairs)))
+
+
+def _abreast(width: int, largest: int, *, alone: bool) -> int:
+    """Number of segments of `largest` positions in a row; at most 1 with `alone`."""
+    return min(1, width // largest) if alone else width // largest
 
 
 def _with_buckets(name: str, spec: EncoderSpec, worst: WorstCase, *, rows_per_cell: int, pairs: float) -> EncoderSpec:
@@ -176,12 +183,19 @@ def _with_buckets(name: str, spec: EncoderSpec, worst: WorstCase, *, rows_per_ce
             merge, unit = "merge²" if spec.axes == 2 else "merge", spec.patches_per_token
             fix = f"must be multiples of {merge} = {unit}, such as {-(-width // unit) * unit}"
             raise ConfigError(f"{name}/Packing.buckets: rows of {width} patches {fix}")
-    buckets = _with_room(spec.buckets, most=media, largest=largest, least_width=largest, pairs=pairs)
+        legal = [spec.prefix + prod(canvas) for canvas in spec.canvases]
+        if legal and width not in legal:
+            fix = f"hold none of the canvases {spec.canvases} behind {spec.queries} queries; use one of {legal}"
+            raise ConfigError(f"{name}/Packing.buckets: rows of {width} positions {fix}")
+    alone = spec.queries > 0
+    buckets = _with_room(spec.buckets, most=media, largest=largest, least_width=largest, pairs=pairs, alone=alone)
     return replace(spec, buckets=buckets)
 
 
 def _largest(name: str, spec: EncoderSpec, worst: WorstCase) -> int:
-    """The most positions of a medium."""
+    """The most positions of a medium, or of its canvas."""
+    if spec.canvases:
+        return spec.prefix + prod(spec.canvases[-1])
     return spec.prefix + max(worst.patches.get(name, 0), spec.patches_per_token)
 
 
@@ -217,6 +231,7 @@ class Cells:
       split: how rows are split over ranks, which rounds widths up.
       pairs: see `compute`.
       abreast: number of equal parts of a row, of which each has whole segments; widths and rows are those of parts.
+      alone: whether each segment has a row to itself.
     """
 
     sizes: Sequence[Sequence[Sequence[int]]]
@@ -226,6 +241,7 @@ class Cells:
     split: Split = UNSPLIT
     pairs: float = 0.0
     abreast: int = 1
+    alone: bool = False
 
     def whole_rows(self, parts: Count) -> Count:
         """A number of parts, or an array of numbers, rounded up to those of whole rows."""
@@ -309,6 +325,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
         split=split if spec.abreast == 1 else Split(unit=split.unit),
         pairs=pairs,
         abreast=spec.abreast,
+        alone=spec.queries > 0,
     )
 
 
@@ -326,7 +343,7 @@ def choose(cells: Cells, count: int) -> ChosenBuckets:
       number that was read.
     """
     widths = _widths(cells)
-    rows_NW = np.array([_rows(of_microbatch, widths) for of_microbatch in cells.sizes], np.int64)
+    rows_NW = np.array([_rows(of_microbatch, widths, alone=cells.alone) for of_microbatch in cells.sizes], np.int64)
     rows_NW = rows_NW.reshape(-1, len(widths))
     wide_enough = rows_NW < _NEVER
     rows_NW[wide_enough] = cells.whole_rows(np.maximum(rows_NW[wide_enough], 1))
@@ -402,15 +419,19 @@ def _padded(rows_NW: np.ndarray, widths: Sequence[int], buckets: Sequence[Bucket
     return float(costs_NB.min(axis=1).sum())
 
 
-def _rows(cells: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
+def _rows(cells: Sequence[Sequence[int]], widths: Sequence[int], *, alone: bool) -> list[int]:
     """The rows that the fullest of `cells` needs, for each width."""
     largest = max((n for cell in cells for n in cell), default=0)
-    return [max(rows_needed(cell, width) for cell in cells) if largest <= width else _NEVER for width in widths]
+    return [
+        max(rows_needed(cell, width, alone=alone) for cell in cells) if largest <= width else _NEVER for width in widths
+    ]
 
 
 def _widths(cells: Cells) -> list[int]:
     """Candidates for the width of rows: sizes of segments, multiples of the largest one, and sizes of cells."""
     segments = np.unique([n for of_microbatch in cells.sizes for cell in of_microbatch for n in cell])
+    if cells.alone:
+        return sorted({*map(int, segments), cells.largest})
     wholes = np.unique([max(map(sum, of_microbatch)) for of_microbatch in cells.sizes])
     several = [cells.largest * times for times in _TIMES if times <= cells.most]
     rounded, widest = cells.split.rounded, cells.widest or several[-1]
@@ -434,4 +455,5 @@ def _spread_over(values: np.ndarray, count: int) -> list[int]:
 def _tops(cells: Cells, widths: Sequence[int]) -> list[Bucket]:
     """The bucket that holds the worst case, for every width with which this is possible; see `fill_buckets`."""
     wide = (width for width in widths if width >= cells.largest)
-    return [(cells.whole_rows(-(-cells.most // (width // cells.largest))), width) for width in wide]
+    abreast = ((width, _abreast(width, cells.largest, alone=cells.alone)) for width in wide)
+    return [(cells.whole_rows(-(-cells.most // per_row)), width) for width, per_row in abreast]

@@ -54,7 +54,7 @@ def token_counts(spec: EncoderSpec, grids: Sequence[tuple[int, ...]]) -> list[in
 
     [64] for ``grids`` [(16, 16)] if ``spec.merge`` is 2.
     """
-    return [prod(grid) // spec.patches_per_token for grid in grids]
+    return [spec.queries or prod(grid) // spec.patches_per_token for grid in grids]
 
 
 def completed(meta: SampleMeta, specs: Mapping[str, EncoderSpec]) -> SampleMeta:

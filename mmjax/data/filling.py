@@ -20,7 +20,7 @@ from mmjax.attention.language import WORDS, Rules
 from mmjax.data.derived import MEDIA_RULES, first_encoder, medium_numbers, token_counts
 from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
-from mmjax.data.patches import input_dtype, patch_inputs, patch_places, patch_shapes
+from mmjax.data.patches import canvas_places, input_dtype, patch_inputs, patch_places, patch_shapes
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
@@ -192,7 +192,8 @@ class Filling:
         tokens_of: dict[int, list[int]] = {sample: [] for sample in plan.cell(cell)}
         for (sample, _, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
             first = (row * width + start + spec.prefix) // spec.patches_per_token
-            tokens_of[sample] += range(first, first + prod(grid) // spec.patches_per_token)
+            first = row * spec.queries if spec.queries else first
+            tokens_of[sample] += range(first, first + token_counts(spec, [grid])[0])
         return tokens_of
 
     def _encoder_rows(
@@ -214,7 +215,8 @@ class Filling:
         if spec.derived:
             arrays |= {word: empty(word, lead, dtype=np.int32 if word == "items" else np.uint32) for word in WORDS}
         shapes = {} if spec.derived else patch_shapes(spec)
-        opened = {key: empty(key, (*lead, *shape), dtype=input_dtype(key, spec)) for key, shape in shapes.items()}
+        of_media = (lead[0], width - spec.prefix) if spec.queries else lead
+        opened = {key: empty(key, (*of_media, *shape), dtype=input_dtype(key, spec)) for key, shape in shapes.items()}
         reading = {cell for key in opened for cell in wanted_cells(process_rows, name, key, plan.cells)}
         for cell, places in enumerate(part.places):
             media, in_row = plan.media(name, cell), dict[int, int]()
@@ -222,8 +224,8 @@ class Filling:
                 (row, start), (sample, number, grid) = places[item], media[item]
                 in_row[row] = in_row.get(row, 0) + 1
                 before = cell * rows + row, slice(start, start + spec.special)
-                start += spec.prefix
-                span = cell * rows + row, slice(start, start + prod(grid))
+                place = cell * rows + row, media_places(spec, (rows, width), grid, start)
+                span = cell * rows + row, media_places(spec, (rows, width), grid, start, first=spec.queries)
                 for where in (before, span):
                     _write(arrays["segments"], *where, in_row[row])
                 if spec.derived:
@@ -236,11 +238,11 @@ class Filling:
                     _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
                 if cell in reading:
                     for key, values in patch_inputs(samples[sample], name, number, spec).items():
-                        _write(opened[key], *span, values)
+                        _write(opened[key], *place, values)
         arrays |= opened
         for pointer in (pointer for pointer in self.pointers if pointer.module == name):
             cells = sorted(self._pointing_cells(pointer, process_rows))
-            shape = lead[0], width // spec.patches_per_token
+            shape = lead[0], spec.queries or width // spec.patches_per_token
             arrays[pointer.name] = index = PartialArray.full(cells, shape, plan.cells, value=-1)
             if spec.derived:
                 self._index_media(name, pointer.source, plan, index)
@@ -256,7 +258,7 @@ class Filling:
         plan: MicrobatchPlan,
         sample: int,
         arrays: Mapping[str, PartialArray],
-        span: tuple[int, slice],
+        span: tuple[int, slice | np.ndarray],
     ) -> None:
         """Writes the number of each token's medium, and words by which it sees its own medium and those before.
 
@@ -311,7 +313,9 @@ class Filling:
         return int(np.count_nonzero(ends <= before)) - 1 if len(ends) and ends[0] <= before else None
 
     def _index(self, name: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray) -> None:
-        """Writes into `out` [R, T/merge**A] the place of each token's placeholder in the LLM rows of its cell."""
+        """Writes into `out`, [R, T/merge**A] or [R, queries], the place of each token's placeholder in the LLM rows of
+        its cell.
+        """
         rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
         for cell, sample, where, tokens in self._places(name, plan, samples):
             text_row, start = plan.llm.places[sample]
@@ -320,6 +324,26 @@ class Filling:
             for row in np.unique(numbers // tokens_per_row):
                 in_row = numbers // tokens_per_row == row
                 _write(out, cell * rows_per_cell + int(row), numbers[in_row] % tokens_per_row, first + where[in_row])
+
+
+def media_places(
+    spec: EncoderSpec, bucket: tuple[int, int], grid: tuple[int, ...], start: int, *, first: int = 0
+) -> slice | np.ndarray:
+    """The places of a medium's patches in its row, in the order of `patchify`: a slice, or int32 [N] on a canvas.
+
+    Args:
+      spec: the encoder or generator.
+      bucket: (rows per cell, positions per row).
+      grid: patches along every axis of the medium.
+      start: the first place of its segment, 0 with `EncoderSpec.queries`.
+      first: the first place of patches in a row with `EncoderSpec.queries`: 0 in arrays of patches alone.
+    """
+    if spec.queries:
+        start = first - spec.prefix
+    canvas = next((c for c in spec.canvases if prod(c) == bucket[1] - spec.prefix), None)
+    if canvas:
+        return first + canvas_places(grid, canvas)
+    return slice(start + spec.prefix, start + spec.prefix + prod(grid))
 
 
 def _nearest(target: Sequence[int], source: Sequence[int]) -> np.ndarray:

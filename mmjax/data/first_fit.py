@@ -23,7 +23,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[tuple[int,
     return places
 
 
-def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list[tuple[int, int]]:
+def spread(
+    sizes: Sequence[int], rows: int, capacity: int, pairs: float, *, alone: bool = False
+) -> list[tuple[int, int]]:
     """The (row, offset) of each item, both from 0, in the order of `sizes`, in `rows` rows of `capacity`.
 
     The rows must be enough for `first_fit_decreasing`.
@@ -31,8 +33,14 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
     Balances the compute of rows, n + pairs * n² for an item of size n: largest first, each into the row with the least
     compute among those with room. If this leaves an item without room, or `pairs` is 0, first fit decides.
 
-    pairs: compute of a pair of positions of an item relative to a position's, such as 0.001.
+    Args:
+      sizes: number of positions of each item.
+      rows, capacity: the rows.
+      pairs: compute of a pair of positions of an item relative to a position's, such as 0.001.
+      alone: whether each item has a row to itself.
     """
+    if alone:
+        return [(row, 0) for row in range(len(sizes))]
     if not pairs:
         return first_fit_decreasing(sizes, capacity)
     places, free, work = [(0, 0)] * len(sizes), [capacity] * rows, [0.0] * rows
@@ -48,20 +56,26 @@ def spread(sizes: Sequence[int], rows: int, capacity: int, pairs: float) -> list
     return places
 
 
-def rows_needed(sizes: Sequence[int], width: int) -> int:
+def rows_needed(sizes: Sequence[int], width: int, *, alone: bool = False) -> int:
     """Number of rows of `width` that first fit needs for the segments of a cell, largest first; 0 for none.
 
-    sizes: number of positions of each segment, at most `width`.
+    Args:
+      sizes: number of positions of each segment, at most `width`.
+      width: positions of a row.
+      alone: whether each segment has a row to itself.
     """
-    return max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
+    return len(sizes) if alone else max((row + 1 for row, _ in first_fit_decreasing(sizes, width)), default=0)
 
 
-def holds(bucket: tuple[int, int], sizes: Sequence[int]) -> bool:
+def holds(bucket: tuple[int, int], sizes: Sequence[int], *, alone: bool = False) -> bool:
     """Whether the segments of a cell fit into the rows of a (rows, positions per row) shape by first fit.
 
-    sizes: number of positions of each segment.
+    Args:
+      bucket: the shape.
+      sizes: number of positions of each segment.
+      alone: whether each segment has a row to itself.
     """
     rows, width = bucket
     if max(sizes, default=0) > width or sum(sizes) > rows * width:
         return False
-    return rows_needed(sizes, width) <= rows
+    return rows_needed(sizes, width, alone=alone) <= rows

@@ -14,14 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import prod
 
 import numpy as np
 from jaxtyping import Int
 
 from mmjax.configurable import ConfigError
 from mmjax.data.derived import completed, with_media
-from mmjax.data.filling import Filling, shown
+from mmjax.data.filling import Filling, media_places, shown
 from mmjax.data.first_fit import holds, rows_needed, spread
 from mmjax.data.patches import unpatchify
 from mmjax.data.plan import EncoderPlan, MicrobatchPlan, StepPlan, TextPlan, cell_range, patches_of
@@ -88,8 +87,10 @@ class Packer:
     def rounded(self, module: str, buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """(rows per cell, positions per row) shapes of a module, their widths rounded up so that ranks can share them.
 
-        Duplicates are removed. module: "llm", or the name of an encoder or generator.
+        Duplicates are removed. Widths of canvases stay. module: "llm", or the name of an encoder or generator.
         """
+        if module in self.encoders and self.encoders[module].canvases:
+            return tuple(buckets)
         token = self.encoders[module].patches_per_token if module in self.encoders else 1
         split = self.splits.get(module, Split(unit=token))
         return tuple(dict.fromkeys((rows, split.rounded(width)) for rows, width in buckets))
@@ -254,7 +255,7 @@ class Packer:
         """
         shapes, sizes = self.buckets_of(module), _segments(module, cells)
         for tried in range(len(shapes)) if bucket is None else (bucket,):
-            if all(holds(shapes[tried], cell) for cell in sizes):
+            if all(holds(shapes[tried], cell, alone=self._alone(module)) for cell in sizes):
                 return tried
         raise ConfigError(f"{module}/Packing.buckets={shapes} cannot hold {self._wanted(module, sizes)}")
 
@@ -269,7 +270,8 @@ class Packer:
         if largest > width:
             needed = f"{'an' if spec.medium == 'image' else 'a'} {spec.medium} of {largest} patches"
         else:
-            needed = f"{max(rows_needed(cell, width) for cell in sizes)} rows of {width} patches"
+            rows = max(rows_needed(cell, width, alone=self._alone(module)) for cell in sizes)
+            needed = f"{rows} rows of {width} patches"
         return f"{needed} in a cell: add a larger (rows, patches) pair"
 
     def _spread(
@@ -277,7 +279,12 @@ class Packer:
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """The (row, offset) of each segment in the rows of a bucket that holds all, by cell."""
         (rows, width), pairs = self.buckets_of(module)[bucket], self.pairs.get(module, 0.0)
-        return tuple(tuple(spread(cell, rows, width, pairs)) for cell in _segments(module, cells))
+        alone = self._alone(module)
+        return tuple(tuple(spread(cell, rows, width, pairs, alone=alone)) for cell in _segments(module, cells))
+
+    def _alone(self, module: str) -> bool:
+        """Whether each segment of a module has a row to itself."""
+        return module in self.encoders and self.encoders[module].queries > 0
 
     def fill(
         self, plan: MicrobatchPlan, samples: Mapping[int, Sample], process_rows: ProcessRows | None = None
@@ -367,8 +374,8 @@ class Packer:
             patches_RTE = restored(patches_RTE, split.order(lengths))
         for cell, places in enumerate(part.places):
             for (sample, _, grid), (row, start) in zip(plan.media(name, cell), places, strict=True):
-                start += spec.prefix
-                patches_NE = patches_RTE[cell * rows + row, start : start + prod(grid)]
+                where = media_places(spec, spec.buckets[part.bucket], grid, start)
+                patches_NE = patches_RTE[cell * rows + row, where]
                 media.setdefault(sample, []).append(unpatchify(patches_NE, grid, spec))
         return {sample: tuple(arrays) for sample, arrays in media.items()}
 

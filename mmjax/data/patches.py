@@ -71,6 +71,15 @@ def patch_places(grid: Sequence[int], spec: EncoderSpec) -> np.ndarray:
     return np.ascontiguousarray(places.transpose(*order, 0).reshape(-1, spec.axes))
 
 
+def canvas_places(grid: Sequence[int], canvas: Sequence[int]) -> np.ndarray:
+    """The place of each patch of a picture on a canvas, int32 [N], both row by row.
+
+    The picture is in the upper left corner: [0, 1, 4, 5] for a grid of (2, 2) on a canvas of (3, 4).
+    """
+    rows, columns = np.indices(tuple(grid), np.int32)
+    return (rows * canvas[1] + columns).ravel()
+
+
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
     """The shape for one patch of each input that is made from media, by name: {"patches": (E,)} for an encoder.
 

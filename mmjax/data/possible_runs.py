@@ -36,7 +36,9 @@ def possible_runs(
         return (1, *packed) if media <= rows and packed != (1,) else packed
     if spec.prefix + least == width:
         return (1,)
-    most = width // (spec.prefix + least)
+    if spec.canvases:  # padding behind each line of a picture
+        return (ANY_RUNS,)
+    most = 1 if spec.queries else width // (spec.prefix + least)
     return _packed(min(media, rows * most), rows, causal=causal, alone=most <= 1)
 
 

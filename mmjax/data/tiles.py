@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.data.derived import token_counts
 from mmjax.data.types import EncoderSpec, Tiled
 
 Size = tuple[int, int]
@@ -79,7 +80,7 @@ def arrange(spec: EncoderSpec, grids: Sequence[tuple[int, ...]], images: Sequenc
       ValueError: the media do not agree with ``images``.
     """
     if not spec.newline:
-        index = np.arange(sum(prod(grid) for grid in grids) // spec.patches_per_token, dtype=np.int32)
+        index = np.arange(sum(token_counts(spec, grids)), dtype=np.int32)
         return Places(index[:, None], np.ones((len(index), 1), np.float32))
     remaining, by_image, first = list(grids), list[Places](), 0
     for tiled in images:

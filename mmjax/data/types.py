@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import le
 
 import numpy as np
 
+from mmjax.configurable import require
 from mmjax.data.log_mel import LogMel
 
 _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
@@ -36,10 +38,16 @@ class EncoderSpec:
       buckets: the static (rows per cell, patches per row) shapes, cheapest first; () = derived.
       abreast: media that a row of a derived bucket has room for: one for each rank of cp that takes whole media.
       longest: the most patches along a side of a medium; 0 = any.
-      bounded_by: the field of the configuration that sets `longest`.
+      bounded_by: the field of the configuration that sets `longest`, or `canvases`.
       boundless: the value of the setting `positions` with which there is no such bound.
       log_mel: how a recording becomes frames; None for images.
       drawn: whether this is a generator.
+      queries: tokens of the LLM that condition a picture, whatever its size; 0 = one for each block of patches. A row
+        of such a generator has one picture: first so many places of the condition, which `special` counts, then its
+        patches, which have arrays of their own.
+      canvases: grids of patches (rows, columns), each of which holds the one before; () = patches in one line. A
+        picture of a generator with `queries` lies in the upper left corner of the canvas of its bucket.
+      multiple: a side of a medium is a multiple of so many blocks.
       newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
       most_tiles: the largest picture, in tiles; larger ones are resized. 0 = any.
       reads: the modules whose tokens it reads, each with the name of its host input of places ("" for the default); ()
@@ -63,6 +71,9 @@ class EncoderSpec:
     boundless: str = ""
     log_mel: LogMel | None = None
     drawn: bool = False
+    queries: int = 0
+    canvases: tuple[tuple[int, int], ...] = ()
+    multiple: int = 1
     newline: bool = False
     most_tiles: int = 0
     reads: tuple[tuple[str, str], ...] = ()
@@ -81,8 +92,10 @@ class EncoderSpec:
 
     @property
     def block(self) -> int:
-        """Edge of the block that becomes one LLM token, in pixels or frames; sides of media are multiples of it."""
-        return self.patch * self.merge
+        """The number of pixels or frames of which sides of media are multiples: the edge of the patches that become one
+        LLM token, times `multiple`.
+        """
+        return self.patch * self.merge * self.multiple
 
     @property
     def patches_per_token(self) -> int:
@@ -129,7 +142,15 @@ class EncoderSpec:
 
     def tokens(self, *size: int) -> int:
         """Number of LLM tokens of a medium of this `size` (multiples of `block`)."""
-        return prod(side // self.block for side in size)
+        return self.queries or prod(side // (self.patch * self.merge) for side in size)
+
+    def canvas(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """The smallest of `canvases` that holds a picture of this grid of patches. Raises ConfigError if none does."""
+        holding = [canvas for canvas in self.canvases if all(map(le, grid, canvas))]
+        rows, columns = (side * self.patch for side in grid)
+        fix = f"hold no picture of {rows} x {columns} {self.unit}; add a larger canvas, or scale the picture down"
+        require(bool(holding), self.bounded_by, self.canvases, fix)
+        return holding[0]
 
     def grid(self, *size: int) -> tuple[int, ...]:
         """Patches along every axis of a medium of this `size` (multiples of `block`)."""
@@ -159,6 +180,7 @@ class SampleMeta:
       grids: per encoder, the patches along every axis of each medium in order of appearance; an encoder without media
         in this sample is left out.
       prefixes: per encoder, `EncoderSpec.prefix`; an encoder without one is left out.
+      canvases: per generator with `EncoderSpec.canvases`, the canvas of each medium.
       learned: number of its tokens with a loss weight; 0 if unknown.
     """
 
@@ -166,6 +188,7 @@ class SampleMeta:
     weight: float
     grids: dict[str, tuple[tuple[int, ...], ...]]
     prefixes: Mapping[str, int] = field(default_factory=dict)
+    canvases: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     learned: int = field(default=0, compare=False)
 
     @classmethod
@@ -184,7 +207,12 @@ class SampleMeta:
         """
         grids = {name: tuple(encoders[name].grid(*size) for size in sizes_of) for name, sizes_of in sizes.items()}
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
-        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, learned=learned)
+        canvases = {
+            name: tuple(map(encoders[name].canvas, of_media))
+            for name, of_media in grids.items()
+            if encoders[name].canvases
+        }
+        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, canvases=canvases, learned=learned)
 
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
@@ -196,8 +224,9 @@ class SampleMeta:
         return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
 
     def segments(self, module: str) -> tuple[int, ...]:
-        """Number of positions of each of a module's segments: its length and its prefix."""
-        return tuple(self.prefixes.get(module, 0) + length for length in self.lengths(module))
+        """Number of positions of each of a module's segments: its prefix, and its length or canvas."""
+        lengths = tuple(map(prod, self.canvases[module])) if module in self.canvases else self.lengths(module)
+        return tuple(self.prefixes.get(module, 0) + length for length in lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +327,8 @@ class Microbatch:
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
     float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
     index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
+    With `EncoderSpec.queries` N: segments [R, N + T] and positions [R, N + T, A], in which the N places of the
+    condition come first, and index [R, N].
     inputs["<generator of codes>"]: as the LLM's, of codes: tokens [R, T] int32 (the code before, 0 before the first),
     targets [R, T] int32, weights [R, T] float32 (0 for padding), positions and segments [R, T] int32; and index [R, T]
     int32: the place of the answer's token that is being spoken in the flattened LLM rows of the row's cell, or -1.

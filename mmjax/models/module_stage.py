@@ -189,7 +189,14 @@ class ModuleStage(StageModel):
             return x
         projected = [self._condition(p, context, carry, cells, path, x.dtype) for path in self.starts]
         features = self._apply_callback("projected", context, functools.reduce(operator.add, projected))
-        return x + features.reshape(*x.shape[:2], -1)
+        features = features.reshape(len(x), -1, x.shape[-1])
+        return x.at[:, : features.shape[1]].add(features) if self._has_queries else x + features
+
+    @property
+    def _has_queries(self) -> bool:
+        """Whether the tokens of others have places of their own, before those of patches."""
+        medium = self.node.module.medium
+        return bool(medium and medium.queries)
 
     def _with_media_token(self, context: Context) -> Context:
         """The context with ``media_token`` in the places of media, for layers that read tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend_layout, check_backend_run
-from mmjax.configurable import setting_name
+from mmjax.configurable import require, setting_name
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.choices import Medium
 
@@ -144,6 +144,22 @@ class EqualHeads(ModuleSettings):
     def value_width(self) -> int:
         """Width of one head of values."""
         return self.head_width
+
+
+class ConditionTokens(ModuleSettings):
+    """Settings of a generator whose condition may have places of its own in a row, before those of patches."""
+
+    queries: int = 0
+    """The number of such places; a settings class may override it by a field."""
+
+    def check(self, name: str, layout: Layout) -> None:
+        """See ``ModuleSettings``; rows of a condition and patches are not cut."""
+        super().check(name, layout)
+        field = setting_name(name, self, "queries")
+        fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to 1"
+        require(not self.queries or layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)
+        fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to False"
+        require(not (self.queries and layout.shares_tokens), f"{name}/Layout.sp", layout.sp, fix)
 
 
 class SquarePatches:

@@ -6,6 +6,7 @@ A row is traced once per module, on a device that need not exist. A loop of the 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ def traced_work(module: Any) -> TracedWork:
 
     A language model's logits count for every token.
     """
-    positions = TOKENS * module.patches_per_token
+    positions = _positions(module)
     inputs, width = _row(module, positions), module.config.width
     parts = _single_parts(module)
     features = jax.ShapeDtypeStruct((1, positions, width), jnp.float32)
@@ -165,17 +166,28 @@ def _axes(module: Any) -> int:
     return spec.axes if spec and not spec.codes else module.position_axes
 
 
+def _positions(module: Any) -> int:
+    """Positions of the row that is traced."""
+    spec = module.medium
+    if not (spec and spec.queries):
+        return TOKENS * module.patches_per_token
+    return spec.queries + (math.prod(spec.canvases[0]) if spec.canvases else TOKENS)
+
+
 def _row(module: Any, positions: int) -> dict[str, Any]:
     """Shapes of the host inputs of a row; an input that is unknown here is one number for each position."""
     spec = module.medium
+    patches = positions - spec.queries if spec else positions
     shapes = patch_shapes(spec) if spec else {}
     axes = _axes(module)
     shapes["positions"] = (axes,) if axes > 1 or (spec and not spec.codes) else ()
     names = dict.fromkeys((*module.inputs(first=True, last=True), "segments", "positions"))
     dtypes: dict[str, Any] = {name: input_dtype(name, spec) for name in patch_shapes(spec)} if spec else {}
+    lengths = dict.fromkeys(dtypes, patches)
     dtypes |= dict.fromkeys(WORDS, np.uint32)
     return {
-        name: jax.ShapeDtypeStruct((1, positions, *shapes.get(name, ())), dtypes.get(name, np.int32)) for name in names
+        name: jax.ShapeDtypeStruct((1, lengths.get(name, positions), *shapes.get(name, ())), dtypes.get(name, np.int32))
+        for name in names
     }
 
 

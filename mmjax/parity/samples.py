@@ -173,6 +173,8 @@ class Maker:
 def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
     """The sides of a medium in LLM tokens, no longer than learned positions allow."""
     most = spec.longest // spec.merge if spec.longest else LENGTH
+    if spec.canvases:
+        most = min(spec.canvases[-1]) // (spec.merge * spec.multiple)
     return tuple(min(side, most) for side in (size if spec.axes == 2 else (math.prod(size),)))
 
 
@@ -185,6 +187,11 @@ def _tiled(size: tuple[int, int], spec: EncoderSpec) -> Tiled:
             counts[tiles.grid] = token_count(spec, [(spec.block, spec.block)] * (1 + rows * columns), tiles)
     rows, columns = max((grid for grid in counts if counts[grid] <= math.prod(size)), key=lambda grid: counts[grid])
     return Tiled(size=(max(rows, 1), max(columns, 1)), grid=(rows, columns))
+
+
+def _largest(spec: EncoderSpec) -> int:
+    """The most patches of a medium."""
+    return LARGEST * spec.patches_per_token * spec.multiple**spec.axes
 
 
 def _most_media(spec: EncoderSpec) -> int:
@@ -279,8 +286,8 @@ class Samples:
         return WorstCase(
             tokens=self.maker.longest,
             media={name: _most_media(spec) for name, spec in encoders.items()},
-            patches={name: LARGEST * spec.patches_per_token for name, spec in encoders.items()},
-            sides={name: max(_sides((LARGEST, 1), spec)) * spec.merge for name, spec in encoders.items()},
+            patches={name: _largest(spec) for name, spec in encoders.items()},
+            sides={name: max(_sides((LARGEST, 1), spec)) * spec.block // spec.patch for name, spec in encoders.items()},
         )
 
     def steps(self, count: int) -> Steps:
@@ -325,7 +332,11 @@ def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tu
       several: whether a smaller bucket comes first, for microbatches with few media.
     """
     per_row = ROOM // LARGEST
-    medium = LARGEST * spec.patches_per_token + spec.prefix
+    medium = _largest(spec) + spec.prefix
+    if spec.queries:  # a picture has a row to itself
+        widths = [spec.prefix + math.prod(canvas) for canvas in spec.canvases] or [medium]
+        large = MEDIA * rows_per_cell, widths[-1]
+        return ((rows_per_cell, widths[0]), large) if several else (large,)
     if spec.newline:  # an image is as many media of one token each
         medium = _most_media(spec) // MEDIA * (spec.patches_per_token + spec.prefix)
     large = (-(-MEDIA * rows_per_cell // per_row), per_row * medium)

@@ -31,6 +31,7 @@ from mmjax.recipe import ModuleSpec, Recipe
 SMALL = {
     **{"layers": 4, "width": 64, "hidden": 256, "vocab": 512, "window": 8},
     **{"patch": 4, "grid": 32, "mels": 16, "length": 64, "tiles": 2, "experts": 8, "groups": 4},
+    **{"queries": 2, "canvas": 8},
 }
 """Sizes that are no larger than these stay as they are."""
 LEAST_RATE, LARGEST_RATE, LEAST_EPS, LARGEST_B1 = 1e-3, 2e-2, 1e-4, 0.5
@@ -169,17 +170,33 @@ def _around(node: ModuleSpec, layouts: Mapping[str, Layout]) -> Any:
 
 def _encoder(c: Any, layout: Layout) -> Any:
     """Shrinks an encoder or a generator of any family; ``SMALL`` limits the sizes that only some families have."""
-    tp, sizes, fields = layout.tp, {}, {field.name for field in dataclasses.fields(c)}
+    tp, sizes, fields = layout.tp, dict[str, Any](), {field.name for field in dataclasses.fields(c)}
     if c.width > SMALL["width"] and "heads" in fields:
         heads = _heads(c.heads, tp)
-        sizes = {"heads": heads, "width": _HEAD * max(heads, 2)}
+        sizes |= {"heads": heads, "width": _HEAD * max(heads, 2)}
     sizes |= {name: min(getattr(c, name), SMALL[name]) for name in fields & {"patch", "grid", "mels", "length"}}
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
+    sizes |= _levels(c, tp) if "heads_by_level" in fields else {}
+    sizes |= {"queries": min(c.queries, SMALL["queries"])} if "queries" in fields else {}
+    if "canvases" in fields:
+        small = (tuple(min(side, SMALL["canvas"]) for side in canvas) for canvas in c.canvases)
+        sizes["canvases"] = tuple(dict.fromkeys(small))
     layers = _layers(c.layers, layout)
     sizes |= _windows(c, layers) if "full_at" in fields else {}
     return replace(c, layers=layers, **sizes)
+
+
+def _levels(c: Any, tp: int) -> dict[str, Any]:
+    """Levels of two widths, with as many heads as tp divides, or an odd number where the larger module has one."""
+    if max(c.widths) <= SMALL["width"]:
+        return {}
+    groups = _multiple(4, tp)
+    widths = tuple(4 * groups if level % 2 else 2 * groups for level in range(len(c.widths)))
+    heads = tuple(0 if not heads else 1 if heads % 2 else _multiple(2, tp) for heads in c.heads_by_level)
+    mid = 1 if c.mid_heads % 2 else _multiple(2, tp)
+    return {"groups": groups, "widths": widths, "heads_by_level": heads, "mid_heads": mid, "width": SMALL["width"]}
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:

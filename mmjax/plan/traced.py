@@ -63,7 +63,9 @@ def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str
     shapes = max(bucket_shapes(replace(packer, lists=False), 1).values(), key=positions_of)
     result: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
-        split = Split(unit=tps[module] * model.nodes[module].module.patches_per_token)
+        spec = model.nodes[module].module.medium
+        whole = bool(spec and spec.queries)  # ranks of tp do not share the tokens of such rows
+        split = Split(unit=1 if whole else tps[module] * model.nodes[module].module.patches_per_token)
         width = inputs["segments"].shape[1]
         wider = split.rounded(width)  # some inputs have a place for a token of several patches
         result[module] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmjax.configurable import require
+from mmjax.configurable import require, setting_name
 from mmjax.data.origin import task_class
 from mmjax.data.tasks.registry import TASKS
 from mmjax.models.config import LLM, family_setting
@@ -52,6 +52,9 @@ def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
     elif source.role == "encoder" and target.role == "generator":
         fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
         require(source.settings.medium == "image", "Model.edges", edge.text, fix)
+        queries, field = getattr(target.settings, "queries", 0), setting_name(target.name, target.settings, "queries")
+        fix = f"its condition ({field}={queries}) has no places for an image; leave the edge out, or set {field} to 0"
+        require(not queries, "Model.edges", edge.text, fix)
     if edge.target != LLM:
         projector = source.projector.settings if source.projector else ProjectorConfig()
         fix = f"belongs to an encoder that feeds the {LLM} alone; leave {edge.text!r} out"

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
@@ -33,6 +34,7 @@ from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.positions import cut_patches, patch_positions
+from mmjax.reference.unet import unet_velocity
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -314,7 +316,7 @@ def velocity(
     Args:
       leaves: dense leaves of the generator and its projector, by names such as "painter/patch/kernel", as
         `dense_leaves` gives them.
-      hidden_ND: the LLM's hidden states [N, D] of the picture's placeholders, N = rows · columns / merge².
+      hidden_ND: the LLM's hidden states [N, D] of the picture's placeholders, N = rows · columns / merge², or queries.
       patches_TX: noisy patches [rows · columns, patch² · channels] in the order of `patch_positions`.
       time: share of noise, a scalar from 0 to 1.
       name: the generator's name, such as "painter".
@@ -330,10 +332,16 @@ def velocity(
         condition_ND = condition_ND + project(leaves, f"{name}_projector/{source}", x_NE, 1, projector)
     angles = jnp.pi * time * jnp.arange(1, dit.frequencies + 1)
     features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
-    x_TD = affine(leaves, f"{name}/patch", patches_TX) + condition_ND.reshape(len(positions_T2), -1)
+    x_TD = affine(leaves, f"{name}/patch", patches_TX)
+    if dit.queries:  # tokens before the patches, at places -1, -2, … of both axes
+        before_N2 = np.repeat(-1 - np.arange(len(condition_ND))[:, None], 2, axis=1)
+        x_TD, positions_T2 = jnp.concatenate([condition_ND, x_TD]), np.concatenate([before_N2, positions_T2])
+    else:
+        x_TD = x_TD + condition_ND.reshape(len(positions_T2), -1)
     for layer in range(dit.layers):
         prefix = f"{name}/layers/{layer:03d}"
         x_TD = _generator_layer(leaves, prefix, dit, x_TD, features_Q, turn_2d(positions_T2))
+    x_TD = x_TD[dit.queries :]
     shift, scale = jnp.split(affine(leaves, f"{name}/last_modulation", features_Q), 2)
     return affine(leaves, f"{name}/velocity", normalised(x_TD) * (1 + scale) + shift)
 
@@ -341,7 +349,7 @@ def velocity(
 def draw_loss(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig,
+    dit: DiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     picture_HWC: Float[np.ndarray, "h w C"],
     noise_HWC: Float[np.ndarray, "h w C"],
@@ -368,7 +376,7 @@ def draw_loss(
       ValueError: a side of the picture is not a multiple of patch * merge.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    dtype = params[f"{name}/patch/bias"].dtype
+    dtype = next(iter(params.values())).dtype
     noisy_HWC, target_HWC = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
     patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
     predict = _velocity_of(params, name, dit, picture_HWC, projector)
@@ -378,7 +386,7 @@ def draw_loss(
 def integrate(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig,
+    dit: DiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
@@ -403,7 +411,7 @@ def integrate(
       ValueError: a side of the picture is not a multiple of patch * merge.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), params[f"{name}/patch/bias"].dtype)
+    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), next(iter(params.values())).dtype)
     predict = _velocity_of(params, name, dit, noise_HWC, projector)
     for remaining in range(dit.steps, 0, -1):
         time = jnp.asarray(remaining / dit.steps, patches.dtype)
@@ -412,8 +420,10 @@ def integrate(
 
 
 def _velocity_of(
-    leaves: Arrays, name: str, dit: DiTConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
+    leaves: Arrays, name: str, dit: DiTConfig | UNetConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
 ) -> Callable[..., jax.Array]:
     """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``."""
     rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
+    if isinstance(dit, UNetConfig):
+        return functools.partial(unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector)
     return functools.partial(velocity, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

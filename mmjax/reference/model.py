@@ -287,7 +287,7 @@ def _conditions(
     dit = model.generators[name].config
     positions, first = np.flatnonzero(sample.placeholders(name)), 0
     for picture in sample.media[name]:
-        count = (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
+        count = dit.queries or (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
         at = positions[first : first + count]
         sides = [side // dit.patch // dit.merge for side in picture.shape[:2]]
         encoders = [edge.source for edge in model.into(name) if edge.source in model.encoders]

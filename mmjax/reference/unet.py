@@ -9,6 +9,7 @@ condition, D their width, X width of the time's features, G groups of channels, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
@@ -26,6 +27,26 @@ _NORM_EPS = 1e-5
 """The epsilon of LayerNorms."""
 _TRANSFORMER_EPS = 1e-6
 """The epsilon of the GroupNorm before attention."""
+
+
+def unet_velocity(
+    leaves: Arrays,
+    hidden_ND: jax.Array,
+    patches_TX: jax.Array,
+    time: jax.Array,
+    *,
+    name: str,
+    c: UNetConfig,
+    rows: int,
+    columns: int,
+    projector: ProjectorConfig,
+    further: Mapping[str, jax.Array],
+) -> Float[Array, "T X"]:
+    """`unet_prediction` at a time from 0 to 1; ``further`` is {}, since a UNet reads the LLM alone."""
+    if further:
+        raise ValueError(f"{name}: a UNet reads the LLM alone, and {list(further)} give tokens too")
+    sizes = {"name": name, "c": c, "rows": rows, "columns": columns, "projector": projector}
+    return unet_prediction(leaves, hidden_ND, patches_TX, time * c.timesteps, **sizes)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "c", "rows", "columns", "projector"))

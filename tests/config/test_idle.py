@@ -219,8 +219,8 @@ READ = {
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
     "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
-    "DiT": "preset layers width heads mlp patch channels merge frequencies loss_weight steps activation attention "
-    "remat",
+    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight steps activation "
+    "attention remat",
     "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
     "norm_eps flip_sin_to_cos freq_shift timesteps linear_projection upcast_attention canvases loss_weight steps "
     "attention remat",

@@ -33,11 +33,13 @@ from mmjax.mesh.world import World
 from mmjax.models.callbacks import Callbacks
 from mmjax.models.config import CallbacksConfig, lora_name, projector_name
 from mmjax.models.dit.config import DiTConfig
+from mmjax.models.families import kind_of
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.lora.config import LoraConfig
 from mmjax.models.nodes import Node
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity import product
@@ -75,6 +77,11 @@ FAMILIES = {
 # Two local layers and a global one; a token sees its image beyond the window.
 MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
+QUERIES = replace(DIT, merge=1, queries=2)
+UNET = UNetConfig(
+    **dict(width=12, channels=2, queries=2, canvases=((4, 4), (6, 6))),
+    **dict(widths=(8, 16), heads_by_level=(2, 0), mid_heads=2, groups=4),
+)
 
 
 def model_with(
@@ -117,6 +124,8 @@ MODELS = {
         generators={"painter": DIT, "printer": replace(DIT, merge=1, loss_weight=2.0)},
         projectors={"painter": ProjectorConfig(hidden=12)},
     ),
+    "drawing, queries": model_with(generators={"painter": QUERIES, "printer": replace(DIT, loss_weight=2.0)}),
+    "drawing, unet": model_with(generators={"painter": UNET}, projectors={"painter": ProjectorConfig(hidden=12)}),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "families": model_with(llm=FAMILIES),
@@ -217,7 +226,7 @@ class Case:
         adapters = LoraSpec(settings=node.lora, optimizer=by_part.get(lora_name(name), OptimizerConfig()))
         return ModuleSpec(
             name=name,
-            kind="vit" if is_encoder else "dit" if is_generator else "llama",
+            kind=kind_of(node.config),
             role="encoder" if is_encoder else "generator" if is_generator else "llm",
             settings=replace(node.config, remat=self.remat),
             layout=self.vision if is_encoder else self.painter if name == "painter" else self.llm,

@@ -39,6 +39,7 @@ DRAWING = Case(
     painter=Layout(dp=2, rank_offset=6),
     clip_norm=0.7,
 )
+UNET = replace(DRAWING, model="drawing, unet")
 ADAPTED = replace(FAN_IN, model="adapted", frozen=("vision", "llm"), clip_norm=0.3)
 DRAWING_CHUNKED = Case(
     model="drawing, chunked",
@@ -51,6 +52,9 @@ DRAWING_CHUNKED = Case(
 MASKED = Case(model="masked", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2), clip_norm=0.7)
 
 FAST = {
+    "drawing, unet, tp, zb-h1": replace(
+        UNET, painter=Layout(tp=2, sp=False, rank_offset=6), schedule="zb-h1", remat="full", microbatches=3
+    ),
     "one device": Case(),
     "fan-in": FAN_IN,
     "fan-in, collective": replace(FAN_IN, transport="collective"),
@@ -356,6 +360,29 @@ SLOW = {
     "drawing twice": replace(DRAWING, model="drawing twice"),
     "drawing, buckets": replace(
         DRAWING, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0
+    ),
+    "drawing, queries": replace(DRAWING, model="drawing, queries"),
+    "drawing, queries, two stages, zb-h1": replace(
+        DRAWING,
+        model="drawing, queries",
+        painter=Layout(tp=2, sp=False, pp=2),
+        schedule="zb-h1",
+        remat="full",
+        microbatches=4,
+        samples=25,
+    ),
+    "drawing, queries, three phases": replace(
+        DRAWING, model="drawing, queries", schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
+    ),
+    "drawing, unet": UNET,
+    "drawing, unet, three phases": replace(
+        UNET, schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4), microbatches=4
+    ),
+    "drawing, unet, llm frozen": replace(UNET, frozen=("llm", "vision", "vision_projector")),
+    "drawing, unet frozen": replace(UNET, frozen=("painter",), remat="dots"),
+    "drawing, unet, all together": replace(UNET, vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4)),
+    "drawing, unet, sharded, zb-h1": replace(
+        UNET, painter=Layout(dp=2, shard="parameters", rank_offset=6), schedule="zb-h1", microbatches=3
     ),
     "drawing, chunks": DRAWING_CHUNKED,
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
-from mmjax.configurable import configurable, divides, not_negative, one_of, positive
+from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
-from mmjax.models.settings import EqualHeads, SquarePatches
+from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
 
 
 @configurable("DiT")
 @dataclass(frozen=True, kw_only=True)
-class DiTConfig(EqualHeads, SquarePatches):
+class DiTConfig(ConditionTokens, EqualHeads, SquarePatches):
     """A generator of pictures.
 
     Attributes:
@@ -23,6 +23,8 @@ class DiTConfig(EqualHeads, SquarePatches):
       patch: side of a square patch in pixels.
       channels: channels of a picture.
       merge: side of the square of patches that make one LLM token.
+      queries: LLM tokens that condition a picture, whatever its size, as tokens of their own before the patches; 0 = a
+        token for each square of ``merge`` x ``merge`` patches, whose features are added to theirs.
       frequencies: number of sines, and of cosines, of the time.
       loss_weight: weight of its loss beside the LLM's.
       steps: number of steps from noise to a picture.
@@ -47,6 +49,7 @@ class DiTConfig(EqualHeads, SquarePatches):
     patch: int = 2
     channels: int = 1
     merge: int = 2
+    queries: int = 0
     frequencies: int = 8
     loss_weight: float = 1.0
     steps: int = 20
@@ -58,6 +61,9 @@ class DiTConfig(EqualHeads, SquarePatches):
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
             positive(f"DiT.{name}", getattr(self, name))
         not_negative("DiT.loss_weight", self.loss_weight)
+        not_negative("DiT.queries", self.queries)
+        fix = f"DiT.queries={self.queries} tokens stand for a picture of any size; set it to 1, or queries to 0"
+        require(not self.queries or self.merge == 1, "DiT.merge", self.merge, fix)
         divides("DiT.heads", self.heads, self.width, "DiT.width")
         quarter = "a quarter of DiT.width (positions rotate quarters of a head), which is"
         divides("DiT.heads", self.heads, self.width // 4, quarter)

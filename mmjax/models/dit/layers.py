@@ -62,13 +62,15 @@ def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
     return ((Part(partial(_Stem, c)),) if first else ()) + ((Part(partial(_Last, c)),) if last else ())
 
 
-def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
-    """Features of noisy patches, ``[R, T, E]`` with E numbers each; the condition is not added yet.
+def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"], queries: int = 0) -> Float[Array, "R queries+T D"]:
+    """Features of noisy patches, ``[R, T, E]`` with E numbers each, behind zeros in the places of the condition.
 
-    ``p`` are the generator's parameters of the first stage, {"patch": {"kernel": [E, D], "bias": [D]}}.
+    The condition is not added yet; ``queries`` is the number of its places. ``p`` are the generator's parameters of the
+    first stage, {"patch": {"kernel": [E, D], "bias": [D]}}.
     """
     kernel = p["patch"]["kernel"]
-    return linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
+    x_RTD = linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
+    return jnp.pad(x_RTD, ((0, 0), (queries, 0), (0, 0)))
 
 
 def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
@@ -94,7 +96,10 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
     Raises:
       ValueError: the stage reads no positions.
     """
-    features_RTQ = time_features(c, context.inputs["times"]).astype(x_RTD.dtype)
+    times_RT = context.inputs["times"]
+    if c.queries:  # a row has one picture, whose first patch is always there
+        times_RT = jnp.concatenate([jnp.repeat(times_RT[:, :1], c.queries, axis=1), times_RT], axis=1)
+    features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     positions_RT2 = context.tokens.positions
 
     def layer(x_RTD: Array, p: Params) -> Array:
@@ -117,9 +122,10 @@ def velocity(
       p: the generator's parameters of the last stage: "last_modulation" and "velocity", each with "kernel"
         and "bias".
       c: the settings.
-      x_RTD: the output of the last layer.
+      x_RTD: the output of the last layer, of all places of a row.
       times_RT: the share of noise of each patch's picture, from 0 to 1.
     """
+    x_RTD = x_RTD[:, c.queries :]
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
     h_RTD = normalise(x_RTD) * (1 + scale) + shift

@@ -45,7 +45,7 @@ class DiffusionTransformer(Module):
         """Features of the context's host input "patches", which are noisy; ``p`` are the module's parameters on its
         first stage.
         """
-        return layers.embed_patches(p, context.inputs["patches"])
+        return layers.embed_patches(p, context.inputs["patches"], self.config.queries)
 
     @property
     def losses(self) -> Mapping[str, Loss]:
@@ -84,4 +84,7 @@ class DiffusionTransformer(Module):
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into patches, for the data side."""
         c = self.config
-        return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
+        queries = c.queries
+        return EncoderSpec(
+            patch=c.patch, merge=c.merge, channels=c.channels, special=queries, queries=queries, drawn=True
+        )

@@ -11,7 +11,7 @@ from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, not_negative, one_of, positive, require, setting_name
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.choices import REMATS, Medium
-from mmjax.models.settings import ModuleSettings, SquarePatches
+from mmjax.models.settings import ConditionTokens, SquarePatches
 
 KERNEL = 3
 """Places along the side of a kernel."""
@@ -27,7 +27,7 @@ TIME = 4
 
 @configurable("UNet")
 @dataclass(frozen=True, kw_only=True)
-class UNetConfig(SquarePatches, ModuleSettings):
+class UNetConfig(ConditionTokens, SquarePatches):
     """A generator of pictures or latents with convolutions, attention inside a picture and attention to a condition.
 
     A *level* has half as many rows and columns as the level before.
@@ -197,16 +197,13 @@ class UNetConfig(SquarePatches, ModuleSettings):
         )
 
     def check(self, name: str, layout: Layout) -> None:
-        """See ``ModuleSettings.check``: one stage, whole rows, and no sequence parallelism."""
+        """See ``ModuleSettings.check``; a network is not cut into stages."""
         super().check(name, layout)
         field = setting_name(name, self, "layers")
         fix = f"a UNet's skips cross the complete network, of which there are {field}={self.layers}; use 1"
         for degree in ("pp", "chunks"):
             value = getattr(layout, degree)
             require(value == 1 or layout.pp * layout.chunks <= self.layers, f"{name}/Layout.{degree}", value, fix)
-        whole = "a UNet's convolutions need the rows and columns of a whole picture; use"
-        require(layout.cp == 1, f"{name}/Layout.cp", layout.cp, f"{whole} 1")
-        require(not (layout.sp and layout.tp > 1), f"{name}/Layout.sp", layout.sp, f"{whole} False")
 
 
 def is_split(heads: int) -> bool:

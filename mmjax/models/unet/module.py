@@ -108,7 +108,16 @@ class LatentUNet(Module):
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into places, for the data side."""
         c = self.config
-        return EncoderSpec(patch=c.patch, merge=c.merge, channels=c.channels, axes=2, drawn=True)
+        return EncoderSpec(
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.channels,
+            special=c.queries,
+            queries=c.queries,
+            canvases=c.canvases,
+            bounded_by="UNet.canvases",
+            drawn=True,
+        )
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Model FLOPs of a forward over pictures of so many places each, in total.
