@@ -18,6 +18,8 @@ CONFIGS = {
         "norm_num_groups": 4,
         "use_linear_projection": True,
         "upcast_attention": True,
+        "in_channels": 1,
+        "out_channels": 1,
     },
     # Every other value that is read, an odd number of heads among them.
     "other": {

@@ -425,5 +425,7 @@ def _velocity_of(
     """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``."""
     rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
     if isinstance(dit, UNetConfig):
-        return functools.partial(unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector)
+        return functools.partial(
+            unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector
+        )
     return functools.partial(velocity, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

@@ -9,8 +9,8 @@ from mmjax.configurable import configurable, not_negative, positive, require
 
 ATTENTION = "attention"
 """A target: all products by which tokens of a layer read each other, whatever the layer's kind."""
-_KINDS = ("attn/*", "delta/*")
-"""Names of these products' weights: of attention, with latents or without, and of delta layers."""
+_KINDS = ("attn/*", "*_attn/*", "delta/*")
+"""Names of these products' weights: of attention, with latents or without, of a UNet's, and of delta layers."""
 
 
 @configurable("Lora")

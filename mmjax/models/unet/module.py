@@ -116,6 +116,7 @@ class LatentUNet(Module):
             queries=c.queries,
             canvases=c.canvases,
             bounded_by="UNet.canvases",
+            multiple=2 ** (len(c.widths) - 1),
             drawn=True,
         )
 
