@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, context, on_tp, slice_of
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, from_preset
 from mmjax.mesh.layout import Layout
 from mmjax.models.module import run_layers
 from mmjax.models.parallel_convolution import convolution, kernel_gradient
@@ -182,7 +182,7 @@ def test_a_tapped_kernel_has_its_gradient_later(stride: int) -> None:
 
 @pytest.mark.parametrize("pixels", [512, 768])
 def test_traced_flops_are_those_of_the_study(pixels: int) -> None:
-    c = UNetConfig(**UNetConfig.presets["sd-2.1"])
+    c = from_preset(UNetConfig, "sd-2.1")
     assert c.queries == CONTEXT
     places = (pixels // SCALE) ** 2
     assert LatentUNet(c).forward_flops([places]) == unet(pixels).flops
@@ -209,7 +209,7 @@ def test_layouts_that_cut_a_picture_are_refused(layout: dict[str, Any], field: s
 
 
 def test_tp_divides_groups_and_even_heads() -> None:
-    by_tp = UNetConfig(**UNetConfig.presets["sd-2.1"]).sizes("painter").by_tp
+    by_tp = from_preset(UNetConfig, "sd-2.1").sizes("painter").by_tp
     assert by_tp == {
         "painter/UNet.groups": 32,
         "painter/UNet.heads_by_level[1]": 10,

@@ -20,7 +20,7 @@ from spmd_runs import AXES, on_tp, slice_of
 from unet_inputs import CONFIGS, SD21, directions, inputs, parameter
 
 from mmjax.attention.backends import Backend
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, from_preset
 from mmjax.models.module import Module
 from mmjax.models.parameters import join_logical
 from mmjax.models.unet.config import UNetConfig
@@ -198,7 +198,7 @@ def test_other_configurations_are_refused_by_name(key: str, value: object) -> No
 
 
 def test_stable_diffusion_has_its_parameters() -> None:
-    c = UNetConfig(**UNetConfig.presets["sd-2.1"])
+    c = from_preset(UNetConfig, "sd-2.1")
     assert LatentUNet(c).parameters() == 865_910_724
     assert settings({"_class_name": "UNet2DConditionModel", **SD21}) == {
         name: getattr(c, name) for name in settings({"_class_name": "UNet2DConditionModel", **SD21})
