@@ -48,7 +48,7 @@ def convolution(
     """
     kernel = with_mark(kernel, CONVOLUTION)
     if isinstance(kernel, Tapped) and kernel.dy is not None:
-        y_BHWF = _tapped(stride, x_BHWC, kernel.weight, kernel.x, kernel.dy)
+        y_BHWF: Any = _tapped(stride, x_BHWC, kernel.weight, kernel.x, kernel.dy)
     else:
         y_BHWF = _untapped(stride, x_BHWC, kernel.weight if isinstance(kernel, Tapped) else kernel)
     record_uses(x_BHWC, [kernel], [y_BHWF], stride=stride)
@@ -68,9 +68,9 @@ def column_convolution(x_BHWC: Float[Array, "B H W C"], p: Params, axes: Axes) -
 
 
 def row_convolution(x_BHWC: Float[Array, "B H W C"], p: Params, axes: Axes) -> Float[Array, "B H W F"]:
-    """A convolution that tp splits by input channels, of which C are this rank's; the result is equal on all ranks.
+    """A convolution that tp splits by input channels; the result is equal on all ranks.
 
-    ``p`` has this rank's "kernel" and the complete "bias", which is added once.
+    C are this rank's channels. ``p`` has this rank's "kernel" and the complete "bias", which is added once.
     """
     y_BHWF = lax.psum(convolution(x_BHWC, p["kernel"]), axes.tp)
     return y_BHWF + repeated(p["bias"], y_BHWF)

@@ -43,7 +43,7 @@ def parameters(c: UNetConfig) -> Any:
     )
 
 
-def pictures(c: UNetConfig, sizes: list[tuple[int, int]]) -> list[dict[str, np.ndarray]]:
+def pictures(c: UNetConfig, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
     rng = np.random.default_rng(7)
     return [
         {
@@ -55,7 +55,7 @@ def pictures(c: UNetConfig, sizes: list[tuple[int, int]]) -> list[dict[str, np.n
     ]
 
 
-def rows_of(c: UNetConfig, given: list[dict[str, np.ndarray]], canvas: tuple[int, int]) -> dict[str, np.ndarray]:
+def rows_of(c: UNetConfig, given: list[dict[str, Any]], canvas: tuple[int, int]) -> dict[str, np.ndarray]:
     """Host inputs of rows of one picture, in the upper left corner of the canvas."""
     places = math.prod(canvas)
     inputs = {
@@ -73,9 +73,7 @@ def rows_of(c: UNetConfig, given: list[dict[str, np.ndarray]], canvas: tuple[int
     return inputs
 
 
-def predicted(
-    c: UNetConfig, given: list[dict[str, np.ndarray]], canvas: tuple[int, int], tp: int = 1
-) -> list[np.ndarray]:
+def predicted(c: UNetConfig, given: list[dict[str, Any]], canvas: tuple[int, int], tp: int = 1) -> list[np.ndarray]:
     """The predictions of pictures on a canvas, each [H, W, C]."""
     module = LatentUNet(c)
     specs = jax.tree.map(lambda leaf: leaf.spec(AXES), slice_of(module).leaves())
@@ -94,7 +92,7 @@ def predicted(
     ]
 
 
-def reference(c: UNetConfig, one: dict[str, np.ndarray]) -> np.ndarray:
+def reference(c: UNetConfig, one: dict[str, Any]) -> np.ndarray:
     """The dense reference's prediction, with a projector that changes nothing."""
     leaves = {f"painter/layers/000/{path}": x[0] for path, x in flat(parameters(c)["layers"]).items()}
     leaves |= {"painter_projector/kernel": jnp.eye(c.width), "painter_projector/bias": jnp.zeros(c.width)}

@@ -197,9 +197,9 @@ def test_other_configurations_are_refused_by_name(key: str, value: object) -> No
     assert "\n" not in str(error.value)
 
 
-def test_stable_diffusion_has_its_parameters() -> None:
+def test_presets_are_published_models() -> None:
     c = from_preset(UNetConfig, "sd-2.1")
+    theirs = settings({"_class_name": "UNet2DConditionModel", **SD21})
     assert LatentUNet(c).parameters() == 865_910_724
-    assert settings({"_class_name": "UNet2DConditionModel", **SD21}) == {
-        name: getattr(c, name) for name in settings({"_class_name": "UNet2DConditionModel", **SD21})
-    }
+    assert theirs == {name: getattr(c, name) for name in theirs}
+    assert LatentUNet(from_preset(UNetConfig, "sd-1.5")).parameters() == 859_520_964

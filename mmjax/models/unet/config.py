@@ -67,6 +67,18 @@ class UNetConfig(ConditionTokens, SquarePatches):
     merge: ClassVar[int] = 1
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
+        "sd-1.5": {
+            "width": 768,
+            "queries": 77,
+            "channels": 4,
+            "widths": (320, 640, 1280, 1280),
+            "heads_by_level": (8, 8, 8, 0),
+            "mid_heads": 8,
+            "blocks": 2,
+            "groups": 32,
+            "linear_projection": False,
+            "canvases": ((64, 64),),
+        },
         "sd-2.1": {
             "width": 1024,
             "queries": 77,

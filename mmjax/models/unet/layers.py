@@ -47,7 +47,7 @@ LONGEST_PERIOD = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What all blocks read beside their input and their parameters.
+    """Values that all blocks share.
 
     Attributes:
       c: the settings.

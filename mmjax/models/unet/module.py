@@ -57,8 +57,9 @@ class LatentUNet(Module):
         return ("segments", "times", *ends)
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R N+T D"]:
-        """Zeros at places of the condition, and at those of the canvas the context's host input "patches", which are
-        noisy. ``p`` has networks' parameters, {"layers": …}, of which the dtype is read.
+        """Features of the context's host input "patches", which are noisy; zeros at places of the condition.
+
+        ``p`` has networks' parameters, {"layers": …}, of which the dtype is read.
         """
         c, network = self.config, next(iter(p.values()))
         patches_RTE = context.inputs["patches"].astype(network["conv_in"]["bias"].dtype)
