@@ -33,9 +33,9 @@ from mmjax.data.sample import meta_of
 from mmjax.data.types import Sample
 from mmjax.reference import greedy, sample_logits
 
-KINDS = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl")
+KINDS = ("qwen3_vl", "qwen3_5", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe")
 VIDEO, LENGTH, PATCHES = 262, 120, 224
-BOUNDS = {**dict.fromkeys(KINDS, 2e-5), "qwen3_5": 1e-4}
+BOUNDS = {**dict.fromkeys(KINDS, 2e-5), "qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}
 """The norm behind a small output of a delta layer makes fp32 five times less exact."""
 Arrays = dict[str, np.ndarray]
 

@@ -184,6 +184,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         (*SOURCE, "mine/Source.video='timestamps'"),
         (*SOURCE, "mine/Source.video='positions'", "llm/Decoder.rope_sections=(2, 3, 3)"),
     ),
+    "mine/Source.video_sound": ("True", SOURCE, (*SOURCE, *CALLS, "mine/Source.video='timestamps'")),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
     "vision/Optimizer.final_learning_rate": (

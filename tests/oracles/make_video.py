@@ -37,14 +37,14 @@ HERE = Path(__file__).parent / "video"
 FOLDERS = Path(__file__).parent
 STRIDE = 5
 RULES: dict[str, Any] = {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 40}}
-MODELS = {"qwen3_vl": 12, "qwen3_5": 13, "qwen2_vl": 14, "qwen2_5_vl": 15}
+MODELS = {"qwen3_vl": 12, "qwen3_5": 13, "qwen2_vl": 14, "qwen2_5_vl": 15, "qwen3_vl_moe": 16, "qwen3_5_moe": 17}
 """Models, and the seeds of their texts, with which greedy words vary and are no token of a medium."""
 SIZES = ((16, 24), (24, 16), (8, 24))
 """Heights and widths of an image, of the frames of a video, and of those of another."""
 SEQUENCES = ("tivt", "tv", "tiit")
 """``t`` is a run of text, ``i`` an image, ``v`` a video of the next number of ``TEMPORAL`` patches."""
 TEMPORAL = (3, 2)
-ANSWERING = (*MODELS, "qwen3_vl_moe", "qwen3_5_moe")
+ANSWERING = tuple(MODELS)
 """Models of ``generated/`` that answer messages with videos."""
 POSITIONS = ("qwen2_vl", "qwen2_5_vl")
 """Models whose times are positions."""

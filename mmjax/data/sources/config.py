@@ -35,7 +35,7 @@ VIDEOS = ("", "timestamps", "positions")
 FRAME_RESAMPLES = ("bilinear", "bicubic")
 _OF_VIDEOS = (
     *("fps", "frames", "min_frames", "max_frames", "video_pixels", "frame_pixels", "time_positions", "folder_fps"),
-    "frame_limit",
+    *("frame_limit", "video_sound"),
 )
 """The settings that videos alone read."""
 _CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
@@ -86,6 +86,8 @@ class SourceConfig:
     frame_pixels: the most of one frame under "timestamps"; 0 = any. time_positions: positions of a second under
     "positions"; 0 = one for each temporal patch. folder_fps: the rate of the frames in a folder, which is a video too;
     0 takes no folders. frame_limit: videos with more frames in their file are not decoded.
+    video_sound: whether the sound track of every video is a recording behind it; else of those whose part of a message
+    has use_audio_in_video.
     preset: "clip" or "siglip" (mean and std), "llava15" or "llava-next" (template and resize too).
     """
 
@@ -127,6 +129,7 @@ class SourceConfig:
     time_positions: float = 0.0
     folder_fps: float = 0.0
     frame_limit: int = 200_000
+    video_sound: bool = False
     preset: str = ""
 
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {

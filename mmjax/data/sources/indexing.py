@@ -131,12 +131,13 @@ class Indexer:
         record = None
         try:
             record = self.reader.read(entry.place)
-            for media in (*record.images, *record.recordings):
+            heard = self.records.heard(record)
+            for media in (*heard.images, *heard.recordings):
                 if media.is_video:
                     files |= dict.fromkeys(files_of(media))
                 elif media.path and not storage.is_url(media.path):
                     files[media.path] = None
-            tokenized = self.records.measure(record)
+            tokenized = self.records.measure(heard)
             unread.update(dict.fromkeys([*record.unread, *self.records.unread_keys(record.dialogue)], 1))
         except (ConfigError, Unreachable):
             raise

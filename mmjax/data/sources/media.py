@@ -18,12 +18,16 @@ class Media:
       data: its bytes; None if they are in a file.
       path: the path of its file, or of a folder of frames; "" for bytes.
       is_video: whether it is a video.
+      is_heard: whether a video's sound track is a recording of the record too.
+      is_track: whether it is a recording, the sound track of this video.
     """
 
     name: str
     data: bytes | None = None
     path: str = ""
     is_video: bool = False
+    is_heard: bool = False
+    is_track: bool = False
 
     def read(self, limit: int, head: int | None = None) -> bytes:
         """All bytes; of a file only the first `head`, if that is set.

@@ -20,8 +20,8 @@ PLACES = {"image": "\ufdd6", "recording": "\ufdd7", "video": "\ufdd8"}
 _MARKS = {"image": (IMAGE,), "recording": (RECORDING, AUDIO), "video": (VIDEO,)}
 """The marks of each sort in texts; the first one stands in the text of a record."""
 _SOUND = ("use_audio_in_video", "load_audio_from_video")
+"""Keys of a video's part that say whether its sound track is heard."""
 _OF_VIDEO = {
-    **{key: "a video's sound track is not heard; give it as a recording beside the video" for key in _SOUND},
     **dict.fromkeys(("fps", "raw_fps", "sample_fps"), "set Source.fps, or Source.folder_fps for a folder of frames"),
     **dict.fromkeys(("nframes", "num_frames"), "set Source.frames"),
     **dict.fromkeys(("min_frames", "max_frames"), "set it for the Source"),
@@ -53,11 +53,13 @@ class _Place:
       is_part: whether it is a part of a turn; else it is a mark in a text.
       is_question: whether it is in a turn that is no answer.
       medium: the part's medium; or the number of a medium of the record; or None for the record's next medium.
+      is_heard: whether it is a video whose sound track is heard.
     """
 
     is_part: bool
     is_question: bool
     medium: Media | int | None = None
+    is_heard: bool = False
 
 
 class Places:
@@ -97,7 +99,12 @@ class Places:
         number = part.get("index")
         legal = isinstance(number, int) and not isinstance(number, bool) and number >= 0
         medium = self._found(value) if values else number if legal else None
-        self._places.append(_Place(is_part=True, is_question=is_question, medium=medium))
+        is_heard = False
+        for key in _SOUND if self.sort == "video" else ():
+            if not isinstance(part.get(key) or False, bool):
+                raise Unusable(f"a video has {key}={str(part[key])[:40]}: it must be true or false")
+            is_heard = is_heard or bool(part.get(key))
+        self._places.append(_Place(is_part=True, is_question=is_question, medium=medium, is_heard=is_heard))
         return PLACES[self.sort]
 
     def fill(self, beside: Sequence[object], texts: Sequence[str], *, is_named: bool) -> Filled:
@@ -134,7 +141,8 @@ class Places:
             else listed[place.medium]
             for place in places
         ]
-        return Filled(sort=self.sort, media=tuple(assigned), marks=marks)
+        heard = [replace(of_place, is_heard=place.is_heard) for of_place, place in zip(assigned, places, strict=True)]
+        return Filled(sort=self.sort, media=tuple(heard), marks=marks)
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[_Place]:
         """The places to fill: marks beside parts, in answers or in records without media may be mere text.

@@ -208,7 +208,7 @@ class PreparedRecords:
         """The record as tokens, no medium opened; None, and a fault in `faults`, if it differs from the index."""
         index = self.index
         with self._noting(faults, number):
-            record = self.reader.read(tuple(index.places[number].tolist()))
+            record = self._records.heard(self.reader.read(tuple(index.places[number].tolist())))
             shortened = cut(record, int(index.turns[number]))
             images, recordings = self._images(number), index.frames(number)
             if (len(shortened.images), len(shortened.recordings)) == (len(images), len(recordings)):

@@ -16,6 +16,8 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.sound_tracks import track_of, track_samples
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
@@ -44,6 +46,7 @@ class Recordings:
     def __init__(self, config: SourceConfig, spec: EncoderSpec):
         assert spec.log_mel is not None
         self.spec, self._log_mel, self._seconds = spec, spec.log_mel, config.max_seconds
+        self._config = config
 
     def frames(self, data: bytes) -> int:
         """Number of frames F of the medium of a recording, from its header. Raises Unusable if it cannot be read."""
@@ -61,6 +64,17 @@ class Recordings:
             raise Unusable("the recording is truncated")
         if not np.isfinite(samples).all():
             raise Unusable("the recording has samples that are not finite")
+        return self._log_mel(resample(samples, length), self.spec.block)
+
+    def track_frames(self, media: Media) -> int:
+        """Number of frames F of the medium of a video's sound track, from its header. Raises Unusable as `track_of`."""
+        track = track_of(media, self._config)
+        return self._log_mel.frames(-(-track.samples * self._log_mel.sample_rate // track.rate), self.spec.block)
+
+    def track(self, media: Media) -> np.ndarray:
+        """Log-mel frames [F, M] of a video's sound track, float32. Raises Unusable as `track_samples`."""
+        track, samples = track_of(media, self._config), track_samples(media, self._config)
+        length = -(-track.samples * self._log_mel.sample_rate // track.rate)
         return self._log_mel(resample(samples, length), self.spec.block)
 
     def _count(self, file: Any) -> int:

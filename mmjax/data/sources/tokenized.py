@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from mmjax.configurable import ConfigError
+from mmjax.configurable import ConfigError, require
 from mmjax.data.config import DataConfig
 from mmjax.data.pieces import Count, Timed
 from mmjax.data.processor.template import FolderTemplate
@@ -22,6 +22,7 @@ from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
 from mmjax.data.sources.recordings import Recordings
 from mmjax.data.sources.skipped import reason_of
+from mmjax.data.sources.sound_tracks import with_sound_tracks
 from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.sources.videos import Videos
 from mmjax.data.tokenizer import Tokenizer
@@ -96,6 +97,12 @@ class RecordTokenizer:
         self.pictures = Pictures(name, config, image) if image and image.axes == 2 else None
         self.videos = Videos(name, config, image) if image and image.axes == 2 else None
         self._recordings = Recordings(config, audio) if audio and audio.log_mel else None
+        fix = "no encoder of the model takes recordings; add one and name it in Data.audio_encoder, or set it to False"
+        require(bool(self._recordings) or not config.video_sound, f"{name}/Source.video_sound", value=True, fix=fix)
+
+    def heard(self, record: Record) -> Record:
+        """The record with the sound tracks of its videos as recordings, where they are heard."""
+        return with_sound_tracks(record, every=self.config.video_sound)
 
     def measure(self, record: Record) -> TokenizedRecord:
         """Tokenizes a record whose media are not measured yet, cut to the length of a row under `Source.cut`.
@@ -122,7 +129,10 @@ class RecordTokenizer:
         for number, medium in enumerate(record.recordings):
             assert self._recordings
             with self.naming(medium, self.audio, number):
-                recordings.append(self._recordings.frames(medium.read(self.config.byte_limit)))
+                if medium.is_track:
+                    recordings.append(self._recordings.track_frames(medium))
+                else:
+                    recordings.append(self._recordings.frames(medium.read(self.config.byte_limit)))
         record = self._bounded(record)
         tokenize = partial(self.tokenize, images=images, recordings=recordings, alone=alone)
         tokenized = tokenize(record)
@@ -193,6 +203,9 @@ class RecordTokenizer:
         if media.is_video:
             assert self.videos and measure
             return self.videos.media(media, measure)
+        if media.is_track:
+            assert self._recordings
+            return [self._recordings.track(media)]
         data = media.read(self.config.byte_limit)
         if name == self.image:
             assert self.pictures
@@ -217,7 +230,7 @@ class RecordTokenizer:
             raise
         except Exception as error:
             kind = "video" if media.is_video else "image" if name == self.image else "recording"
-            place = f"{kind} {number + 1}"
+            place = f"{'sound track' if media.is_track else kind} {number + 1}"
             raise Unusable(reason_of(error), medium=media.path or f"{place} ({media.name})") from error
 
     def unread_keys(self, turns: Sequence[Turn]) -> tuple[str, ...]:

@@ -59,6 +59,20 @@ def open_video(media: Media, config: SourceConfig) -> Iterator[Video]:
     if media.data is None and not storage.is_url(media.path) and os.path.isdir(media.path):
         yield _Folder(media, config)
         return
+    with opened_container(media, config) as container:
+        yield _File(container, config)
+
+
+@contextmanager
+def opened_container(media: Media, config: SourceConfig) -> Iterator[Any]:
+    """Opens a video file by PyAV, whose container is the context's value; errors of FFmpeg become Unusable.
+
+    Raises:
+      Unusable: it is missing, is no video file, or is damaged.
+      ConfigError: PyAV is not installed.
+    """
+    if media.data is None and not storage.is_url(media.path) and os.path.isdir(media.path):
+        raise Unusable("a folder of frames has no sound track; give the sound as a recording beside it")
     data = _opened(media, config)
     av = _library()
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": ""}
@@ -69,7 +83,7 @@ def open_video(media: Media, config: SourceConfig) -> Iterator[Video]:
             raise Unusable(f"no video that FFmpeg reads ({_reason(error)})") from None
         with container:
             try:
-                yield _File(container, config)
+                yield container
             except av.FFmpegError as error:
                 raise Unusable(f"the video is damaged ({_reason(error)})") from None
 

@@ -383,7 +383,7 @@ def test_marks_and_keys_of_videos(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "fix"),
-    [("use_audio_in_video", "sound track is not heard"), ("fps", "set Source.fps"), ("nframes", "set Source.frames")],
+    [("fps", "set Source.fps"), ("nframes", "set Source.frames")],
 )
 def test_keys_of_a_part_that_are_not_read_are_refused(key: str, fix: str, tmp_path: Path) -> None:
     part = {"type": "video", "video": "a.mp4", key: 1}
