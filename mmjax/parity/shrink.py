@@ -189,14 +189,15 @@ def _encoder(c: Any, layout: Layout) -> Any:
 
 
 def _levels(c: Any, tp: int) -> dict[str, Any]:
-    """Levels of two widths, with as many heads as tp divides, or an odd number where the larger module has one."""
+    """Two levels of a block, with as many heads as tp divides, or an odd number where the larger module has one."""
     if max(c.widths) <= SMALL["width"]:
         return {}
     groups = _multiple(4, tp)
-    widths = tuple(4 * groups if level % 2 else 2 * groups for level in range(len(c.widths)))
-    heads = tuple(0 if not heads else 1 if heads % 2 else _multiple(2, tp) for heads in c.heads_by_level)
+    sizes = {"groups": groups, "widths": (2 * groups, 4 * groups)[: len(c.widths)], "width": SMALL["width"]}
+    of_levels = c.heads_by_level[: len(c.widths[:2])]
+    heads = tuple(0 if not heads else 1 if heads % 2 else _multiple(2, tp) for heads in of_levels)
     mid = 1 if c.mid_heads % 2 else _multiple(2, tp)
-    return {"groups": groups, "widths": widths, "heads_by_level": heads, "mid_heads": mid, "width": SMALL["width"]}
+    return {**sizes, "heads_by_level": heads, "mid_heads": mid, "blocks": 1, "transformer_blocks": 1}
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:
