@@ -72,7 +72,18 @@ def example(annotation: Any) -> object:
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """Sentences of the class's docstring by field: "name: sentence" or "name, name: sentence for both"."""
+    """Sentences by field of the docstrings of the class and of the dataclasses from which it inherits fields:
+    "name: sentence" or "name, name: sentence for both".
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base) and dataclasses.fields(base):
+            docs |= _docs_of(base)
+    return docs
+
+
+def _docs_of(cls: type[Any]) -> dict[str, str]:
+    """See ``_field_docs``; of the class's own docstring."""
     names = "|".join(re.escape(field.name) for field in dataclasses.fields(cls))
     text = re.sub(r"\n\s*\n|\n\s*(Attributes|Raises|Source):", " \0", cls.__doc__ or "")
     # After a sentence or at the start of a line: in "how activations cross between devices: ..." it is a mere word.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,40 @@ def make_optimizer(
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask))
     parts.append(optax.scale_by_learning_rate(schedule))
+    if config.ema:
+        parts.append(_keep_mean())
     return optax.chain(*parts)
+
+
+class _MeanState(NamedTuple):
+    """A running mean of the parameters, a tree like theirs."""
+
+    mean: Any
+
+
+def _keep_mean() -> optax.GradientTransformation:
+    """Keeps a running mean in the state, which `with_mean` replaces after each update."""
+
+    def update(updates: Any, state: _MeanState, params: Any = None) -> tuple[Any, _MeanState]:
+        return updates, state
+
+    return optax.GradientTransformation(_MeanState, update)
+
+
+def mean_of(state: optax.OptState) -> Any | None:
+    """The running mean of the parameters in a state of `make_optimizer`, without a copy; `None` without one."""
+    found = next(filter(_is_mean, jax.tree.leaves(state, is_leaf=_is_mean)), None)
+    return None if found is None else found.mean
+
+
+def with_mean(state: optax.OptState, mean: Any) -> optax.OptState:
+    """A copy of a state of `make_optimizer` with another running mean; the state itself if it has none."""
+    return jax.tree.map(lambda node: _MeanState(mean) if _is_mean(node) else node, state, is_leaf=_is_mean)
+
+
+def next_mean(mean: Any, params: Any, decay: float) -> Any:
+    """The running mean after an update: decay · mean + (1 - decay) · params."""
+    return jax.tree.map(lambda average, new: average + (1 - decay) * (new - average), mean, params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +158,10 @@ def with_moments(state: optax.OptState, new: Moments, updates: jax.Array | None 
 
 def _adam(state: optax.OptState) -> optax.ScaleByAdamState | None:
     return next(filter(_is_adam, jax.tree.leaves(state, is_leaf=_is_adam)), None)
+
+
+def _is_mean(node: Any) -> TypeGuard[_MeanState]:
+    return isinstance(node, _MeanState)
 
 
 def _is_adam(node: Any) -> TypeGuard[optax.ScaleByAdamState]:

@@ -28,6 +28,8 @@ class OptimizerConfig:
       b1: decay of the gradient's running mean.
       b2: decay of the squared gradient's running mean.
       eps: added to the root of the squared gradient's running mean.
+      ema: decay of a running mean of the parameters, such as 0.9999, which evaluation, generation and exports read in
+        their place; 0 keeps none. It begins with the parameters, and takes them in after each update.
       frozen: the module's parameters stay as they are: one copy without fp32 masters and moments.
       frozen_dtype: dtype of that copy, "float32", "bfloat16" or "float16"; "" is the dtype of the computation. A folder
         of safetensors proposes the dtype of its tensors, so that parameters that are not trained are not rounded.
@@ -46,6 +48,7 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    ema: float = 0.0
     frozen: bool = False
     frozen_dtype: str = dataclasses.field(default="", metadata={**PROPOSED, "example": "bfloat16"})
     rates: Mapping[str, float] = dataclasses.field(
@@ -62,6 +65,7 @@ class OptimizerConfig:
         require(0 <= self.b1 < 1, "Optimizer.b1", self.b1, "must be at least 0 and below 1, such as 0.9")
         require(0 <= self.b2 < 1, "Optimizer.b2", self.b2, "must be at least 0 and below 1, such as 0.95")
         positive("Optimizer.eps", self.eps)
+        require(0 <= self.ema < 1, "Optimizer.ema", self.ema, "must be at least 0 and below 1, such as 0.9999")
         if self.frozen_dtype:
             one_of("Optimizer.frozen_dtype", self.frozen_dtype, HELD)
         for pattern, factor in self.rates.items():

@@ -21,7 +21,6 @@ from mmjax.configurable import ConfigError
 from mmjax.data.batch_spec import BatchSpec
 from mmjax.data.loader import StepMaker
 from mmjax.data.service.identity import difference, identity
-from mmjax.data.sources.config import KINDS
 from mmjax.data.tokenizer import make_tokenizer
 from mmjax.eval.folder import for_folder
 from mmjax.eval.samples import held_out
@@ -30,6 +29,7 @@ from mmjax.train import __main__ as train
 
 FILE = REPOSITORY / "configs" / "llava_json.gin"
 SAMPLES = 48
+KINDS = ("llava", "webdataset", "array_record", "parquet")
 SMALL = (
     *("Train.global_batch=8", "Train.microbatches=2", "Train.eval_samples=4", "Train.eval_every=0"),
     *("Data.workers=0", "Checkpoint.every=2", "Checkpoint.keep=9", "digits/Source.held_out=8", "Train.dtype=float32"),

@@ -47,6 +47,7 @@ from mmjax.recipe.device_defaults import (
     resolve,
     with_remat,
 )
+from mmjax.recipe.targets import require_targets
 from mmjax.schedule.ops import Schedule
 from mmjax.schedule.simulate import simulate
 from mmjax.schedule.validate import validate
@@ -119,6 +120,8 @@ def place(
     validate_recipe(recipe, trained=trained)  # it may have been changed by hand since it was loaded
     tokenizer = tokenizer_of(recipe.data.settings, recipe.model.media)
     packer = packer or build_packer(recipe, tokenizer, one_bucket=one_bucket(recipe), source=source)
+    if trained and packer.worst and recipe.data.origin.draws is None:
+        require_targets(recipe, {name for name, count in packer.worst.media.items() if count})
     require_fitting(recipe, packer, tokenizer)
     world = world or start_world(recipe)
     if not trained:  # nothing waits for a backward

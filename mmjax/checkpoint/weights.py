@@ -17,6 +17,8 @@ from mmjax.checkpoint.reading import in_all_processes, metadata_of, read_leaves
 
 PARAMETERS = "params/"
 """The prefix of parameters' names in a checkpoint; an export has none."""
+MEANS = "ema/"
+"""The prefix of running means of parameters in a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +30,20 @@ class SavedParameters:
       path: the directory of the checkpoint or export in it.
       metadata: the metadata of that checkpoint or export.
       prefix: the prefix of its parameters' names: "params/" in a checkpoint, "" in an export.
+      means: whether running means (``Optimizer.ema``) stand for parameters where the checkpoint has them.
     """
 
     folder: str
     path: Path
     metadata: Metadata
     prefix: str
+    means: bool = False
 
     @classmethod
-    def find(cls, folder: str) -> SavedParameters:
+    def find(cls, folder: str, *, means: bool = False) -> SavedParameters:
         """Finds the parameters of a run's newest checkpoint, a checkpoint or an export; no leaf is read yet.
+
+        ``means`` is as the attribute.
 
         Raises:
           CheckpointError: the directory is none of these, or cannot be read.
@@ -55,13 +61,20 @@ class SavedParameters:
                 raise
             raise CheckpointError(_no_parameters(folder, directory)) from None
         is_checkpoint = any(name.startswith(PARAMETERS) for name in metadata.leaves)
-        return cls(folder=folder, path=path, metadata=metadata, prefix=PARAMETERS if is_checkpoint else "")
+        prefix = PARAMETERS if is_checkpoint else ""
+        return cls(folder=folder, path=path, metadata=metadata, prefix=prefix, means=means and is_checkpoint)
 
     @functools.cached_property
     def leaves(self) -> dict[str, LeafInfo]:
         """The stored parameters by name, such as "llm/embed"."""
-        stored = self.metadata.leaves.items()
-        return {name.removeprefix(self.prefix): leaf for name, leaf in stored if name.startswith(self.prefix)}
+        stored = self.metadata.leaves
+        names = [name.removeprefix(self.prefix) for name in stored if name.startswith(self.prefix)]
+        return {name: stored[self._stored(name)] for name in names}
+
+    def _stored(self, name: str) -> str:
+        """The name in the checkpoint of a parameter, such as "llm/embed", or of its running mean."""
+        mean = f"{MEANS}{name}"
+        return mean if self.means and mean in self.metadata.leaves else f"{self.prefix}{name}"
 
     def elsewhere(self, name: str) -> LeafInfo:
         """An entry for another checkpoint that refers to the parameter `name`, such as "llm/embed", without copying it.
@@ -70,7 +83,7 @@ class SavedParameters:
           KeyError: there is no such parameter.
         """
         leaf = self.leaves[name]
-        folder, stored_name = leaf.folder or str(self.path), leaf.name or f"{self.prefix}{name}"
+        folder, stored_name = leaf.folder or str(self.path), leaf.name or self._stored(name)
         return dataclasses.replace(leaf, folder=folder, name=stored_name)
 
     @property
@@ -104,13 +117,14 @@ class SavedParameters:
           CheckpointError: another folder that has some of the leaves is missing or has changed.
           TornCheckpointError: leaves cannot be read, or their bytes have changed since they were saved.
         """
-        targets = {f"{self.prefix}{name}": target for name, target in targets.items()}
+        named = {self._stored(name): name for name in targets}
+        targets = {stored_name: targets[name] for stored_name, name in named.items()}
         stored = {name: self.metadata.leaves[name] for name in targets}
         leaves = read_leaves(self.path, stored, as_stored(stored, targets))
         size = sum(leaf.nbytes for leaf in leaves.values())
         if report:
             report(size, size)
-        return {name.removeprefix(self.prefix): leaf for name, leaf in leaves.items()}
+        return {named[stored_name]: leaf for stored_name, leaf in leaves.items()}
 
 
 def find_parameters(folders: Iterable[str]) -> dict[str, SavedParameters]:

@@ -39,7 +39,8 @@ class DataConfig:
     tokenizer's; left out, those of llm/Weights.new_tokens.
     image_encoder: name of the encoder that sees the images.
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
-    audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws.
+    audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws,
+    unless a record names another.
     speaker: name of the generator that speaks answers in codes, if the model has one.
     max_pixels: larger images of a folder are scaled down.
     require_same: whether a run that goes on is refused where a dataset's records have changed; else it is warned.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from mmjax.configurable import ConfigError
+from mmjax.data.noise import SPLITS, with_noise
 from mmjax.data.sample import build_meta, build_sample
 from mmjax.data.tasks.task import TaskContext
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
-
-_SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +88,11 @@ class Examples:
             kind=example.kind,
         )
         generator = self.context.data.generator
-        if example.drawing is None or generator not in chosen:
+        if example.drawing is None:
             return sample
-        rng = self._rng(index, 1)
-        noise = rng.standard_normal(chosen[generator][0].shape, np.float32)
-        return replace(sample, noise={generator: (noise,)}, times={generator: (float(rng.random()),)})
+        context = self.context
+        specs = {generator: context.encoders[generator]}
+        return with_noise(sample, specs, {generator: 1}, seed=context.seed, split=context.split, index=index)
 
     def worst_case(self) -> WorstCase:
         """The bounds that `largest` gives."""
@@ -107,12 +106,9 @@ class Examples:
                 sides[name] = max(sides.get(name, 0), *(side for grid in grids for side in grid))
         return WorstCase(tokens=tokens, media=media, patches=patches, sides=sides)
 
-    def _rng(self, index: int, *purpose: int) -> np.random.Generator:
-        context = self.context
-        return np.random.default_rng([context.seed, _SPLITS.index(context.split), index, *purpose])
-
     def _example(self, index: int) -> Example:
-        return self.make(self._rng(index))
+        context = self.context
+        return self.make(np.random.default_rng([context.seed, SPLITS.index(context.split), index]))
 
     def _media(self, example: Example) -> dict[str, list[np.ndarray]]:
         """The media by encoder and generator, as these take them; those that it has none of are left out."""

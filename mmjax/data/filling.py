@@ -319,11 +319,22 @@ class Filling:
         rows_per_cell, tokens_per_row = out.shape[0] // plan.cells, out.shape[1]
         for cell, sample, where, tokens in self._places(name, plan, samples):
             text_row, start = plan.llm.places[sample]
-            numbers = tokens.index[:, 0]
+            numbers, is_conditioned = (
+                tokens.index[:, 0],
+                self._is_conditioned(name, samples[sample], plan.metas[sample]),
+            )
             first = (text_row - cell * plan.llm.rows_per_cell) * plan.llm.width + start
             for row in np.unique(numbers // tokens_per_row):
-                in_row = numbers // tokens_per_row == row
+                in_row = (numbers // tokens_per_row == row) & is_conditioned
                 _write(out, cell * rows_per_cell + int(row), numbers[in_row] % tokens_per_row, first + where[in_row])
+
+    def _is_conditioned(self, name: str, sample: Sample, meta: SampleMeta) -> np.ndarray | bool:
+        """Whether each token of the media that the generator `name` draws is given to it, bool [tokens]; True for all.
+
+        A medium that is learned without its condition receives none of its tokens.
+        """
+        dropped = sample.dropped.get(name, ())
+        return ~np.repeat(dropped, token_counts(self.encoders[name], meta.grids[name])) if any(dropped) else True
 
 
 def media_places(

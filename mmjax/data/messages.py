@@ -2,7 +2,7 @@
 
 A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …},
 {"type": "image", "image": path} and {"type": "video", "video": path}. The last message is from the user or a tool; the
-model answers it.
+model answers it. Or it is from the assistant and asks for pictures, see `picture_prompts`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from mmjax import json_files
 from mmjax.configurable import ConfigError
+from mmjax.data.picture_prompts import ends_with_picture
 from mmjax.data.sources import storage
 from mmjax.data.sources.record import Media, parse_record
 from mmjax.data.sources.storage import Unusable
@@ -39,7 +40,8 @@ def parse_messages(text: str, name: str) -> list[Dialogue]:
       The dialogues as they are in the JSON. Of a message, only the role of the last one has been checked.
 
     Raises:
-      ConfigError: the text is neither, or is empty, or the last message of a dialogue is from the assistant.
+      ConfigError: the text is neither, or is empty, or the last message of a dialogue is from the assistant and asks
+        for no picture.
     """
     try:
         value = json_files.parse(text)
@@ -65,12 +67,13 @@ def _dialogue(value: Any, number: int, name: str) -> Dialogue:
         kind = "an empty list" if messages == [] else type(messages).__name__
         raise ConfigError(f"{where}: must be a list of messages, not {kind}; write {_EXAMPLE}")
     last = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
-    if last == "assistant" or not isinstance(last, str):
-        raise ConfigError(f"{where}: the last message is from {last!r}; end with one from 'user', which is answered")
+    if not isinstance(last, str) or (last == "assistant" and not ends_with_picture(messages)):
+        fix = "end with one from 'user', which is answered, or with a picture to be made"
+        raise ConfigError(f"{where}: the last message is from {last!r}; {fix}")
     return value
 
 
-def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: str) -> None:
+def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: str, *, is_prompt: bool = True) -> None:
     """Writes dialogues as JSONL that a source of kind "messages" reads: a line {"messages": […], …} for each.
 
     Args:
@@ -78,6 +81,7 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
       path: the file, which is overwritten.
       media: path or URL of the folder to which names of media are relative.
       name: the flag and its value, for errors, such as "--messages=prompts.json".
+      is_prompt: whether dialogues end before an answer; else a source of kind "llava" reads them.
 
     Raises:
       ConfigError: a message is malformed, or a medium is missing.
@@ -96,7 +100,7 @@ def write_messages(dialogues: Sequence[Dialogue], path: Path, media: str, name: 
     for number, dialogue in enumerate(dialogues, 1):
         record = dict(dialogue) if isinstance(dialogue, Mapping) else {"messages": [*dialogue]}
         try:
-            parse_record(record, find, is_prompt=True)
+            parse_record(record, find, is_prompt=is_prompt)
         except Unusable as error:
             where = f"{name}: prompt {number}" if len(dialogues) > 1 else name
             raise ConfigError(f"{where}: {error}") from None

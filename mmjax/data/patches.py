@@ -119,9 +119,9 @@ def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
     """The inputs made of medium `number` (from 0) of encoder or generator `name`, by name: {"patches": [N, E]}.
 
-    A generator has "patches" x_t = (1 - t) x + t noise, "targets" noise - x, "times" [N] and "weights" [N], 1 (see
-    `mmjax.models.dit`). If the sample has no noise for it, all are 0, also the weights. All are float32. One of codes
-    has the inputs of `code_inputs`. spec: of `name`.
+    A generator has the "patches", "targets", "times" [N] and "weights" [N] of its noise process; those of a flow are
+    (1 - t) x + t noise, noise - x, t and 1. If the sample has no noise for it, all are 0, also the weights. All are
+    float32. One of codes has the inputs of `code_inputs`. spec: of `name`.
     """
     medium = sample.media[name][number]
     if spec.codes:
@@ -131,7 +131,11 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
     patches_NE = patchify(medium, spec)[0]
     if name not in sample.noise:
         return {key: np.zeros((len(patches_NE), *shape), np.float32) for key, shape in patch_shapes(spec).items()}
-    noise_NE, time = patchify(sample.noise[name][number], spec)[0], np.float32(sample.times[name][number])
-    ones_N = np.ones(len(patches_NE), np.float32)
-    seen_NE = (np.float32(1) - time) * patches_NE + time * noise_NE
-    return {"patches": seen_NE, "targets": noise_NE - patches_NE, "times": time * ones_N, "weights": ones_N}
+    noise_NE, time = patchify(sample.noise[name][number], spec)[0], sample.times[name][number]
+    process, ones_N = spec.process, np.ones(len(patches_NE), np.float32)
+    return {
+        "patches": process.mixture(patches_NE, noise_NE, time),
+        "targets": process.target(patches_NE, noise_NE, time),
+        "times": np.float32(time) * ones_N,
+        "weights": process.weight(time) * ones_N,
+    }

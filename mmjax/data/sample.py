@@ -341,6 +341,22 @@ def prompt_only(sample: Sample) -> Sample:
     )
 
 
+def drawing_prompt(sample: Sample) -> Sample:
+    """A copy of `sample` to draw from: its prompt, as `prompt_only` gives it, with loss weights of 0.
+
+    A sample with a picture in its last answer stays whole. The picture depends on the text before it alone.
+    """
+    makes = [sample.placeholders(name)[sample.prompt :] for name in sample.noise]
+    if not any(places.any() for places in makes):
+        return prompt_only(sample)
+    return replace(sample, loss_weights=np.zeros(len(sample.tokens), np.float32))
+
+
+def is_wordless(sample: Sample) -> bool:
+    """Whether the answer to `sample` is a picture alone, without a word."""
+    return not sample.answer and bool(sample.noise)
+
+
 def _complete(media: Iterable[int], count: int) -> int:
     """The number of images and videos, of so many media each, whose media are all among the first `count`."""
     return sum(end <= count for end in itertools.accumulate(media))

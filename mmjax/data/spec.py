@@ -49,7 +49,10 @@ class DataSpec:
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Names of the generators for which some samples have a picture to draw: `Data.generator`, or none."""
+        """Names of the generators for which some samples have a picture to draw: `Data.generator`, or none.
+
+        There are none either where that is known only when samples are read (`Task.draws`).
+        """
         return (self.settings.generator,) if self.origin.draws else ()
 
     @property

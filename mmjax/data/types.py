@@ -18,6 +18,7 @@ import numpy as np
 
 from mmjax.configurable import require
 from mmjax.data.log_mel import LogMel
+from mmjax.data.process import Process
 
 _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 
@@ -56,6 +57,7 @@ class EncoderSpec:
         them.
       codes: number of codes of a generator that speaks a sample's last answer in codes, 0 begins and 1 ends them; 0 for
         other modules. Its medium is int32 [n, 1], codes from 2 on and then 1, and has no placeholders in the text.
+      process: the noise process of a generator of media.
     """
 
     patch: int
@@ -79,6 +81,7 @@ class EncoderSpec:
     reads: tuple[tuple[str, str], ...] = ()
     text_index: str | None = ""
     codes: int = 0
+    process: Process = field(default_factory=Process)
 
     @property
     def in_text(self) -> bool:
@@ -273,7 +276,10 @@ class Sample:
       video_tokens: the placeholder id of videos, of encoders for which it is another one.
       noise: per generator and medium to be drawn, the noise that is mixed into it, of the medium's shape. A generator
         that is missing here is not trained on this sample.
-      times: per generator and medium to be drawn, the share of noise in the mixture, in 0…1.
+      times: per generator and medium to be drawn, its time in the generator's noise process, such as the share of noise
+        in the mixture, in 0…1 (see `Process`).
+      dropped: per generator and medium to be drawn, opened or not, whether it is learned without its condition; a
+        missing generator for none.
       broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
       normalised: the mean that was subtracted from each channel of its images, and the deviation by which they were
         then divided; () for neither.
@@ -298,6 +304,7 @@ class Sample:
     video_tokens: Mapping[str, int] = field(default_factory=dict)
     noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    dropped: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     normalised: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     tiled: Mapping[str, tuple[Tiled, ...]] = field(default_factory=dict)
@@ -324,9 +331,10 @@ class Microbatch:
     merged tokens of the row's cell, -1 elsewhere. Where an encoder's images end their rows with newlines, -2 stands for
     one; where they may be resized, the index is [B, S, 4], and "<encoder>_shares" [B, S, 4] float32 weighs the tokens.
     Where the LLM's mask has words: is, attends [B, S] uint32, items [B, S] int32 (see `mask_words`).
-    inputs["<generator>"]: as an encoder's, but patches are mixed with noise, (1 - t) x + t noise; times t [R, T]
-    float32 of every patch; targets [R, T, P**A*C], the velocity noise - x; weights [R, T], 1 where it is learned; and
-    index [R, T/merge**A] int32: where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
+    inputs["<generator>"]: as an encoder's, but patches are mixed with noise, such as (1 - t) x + t noise; times t
+    [R, T] float32 of every patch; targets [R, T, P**A*C], such as the velocity noise - x; weights [R, T], such as 1
+    where it is learned (see `Process`); and index [R, T/merge**A] int32: where each token's placeholder is in the
+    flattened LLM rows of the row's cell, or -1.
     With `EncoderSpec.queries` N: segments [R, N + T] and positions [R, N + T, A], in which the N places of the
     condition come first, and index [R, N].
     inputs["<generator of codes>"]: as the LLM's, of codes: tokens [R, T] int32 (the code before, 0 before the first),

@@ -21,7 +21,7 @@ FLAGS = (
     Flag(name="source", doc="the one of the run's Data.sources that --data is read like, where they differ."),
     Flag(name="samples", doc="how many; 0 takes Train.eval_samples, or the whole folder.", default=0),
     Flag(name="json", doc="prints one line of JSON.", default=False),
-    Flag(name="out", doc="a directory for predictions.png and predictions.jsonl."),
+    Flag(name="out", doc="a directory for predictions.png, drawings.png and predictions.jsonl."),
 )
 DRAWN = 24
 
@@ -87,6 +87,7 @@ def _made_folder(out: str) -> Path:
 def _write(folder: Path, report: EvalReport) -> None:
     """Writes questions and answers as JSONL, and a picture of the first of them."""
     from mmjax.viz.answers import draw_answers
+    from mmjax.viz.grid import draw_grid, pairs_of
 
     rows = [
         {"question": sample.question, "answer": sample.answer, "predicted": answer}
@@ -96,6 +97,8 @@ def _write(folder: Path, report: EvalReport) -> None:
     (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
     answers, drawings = report.evaluation.answers[:DRAWN], report.evaluation.drawings[:DRAWN]
     draw_answers(report.samples[:DRAWN], answers, folder / "predictions.png", drawings=drawings)
+    if pairs := pairs_of(report.samples[:DRAWN], drawings):
+        draw_grid(pairs, folder / "drawings.png")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import numpy as np
 from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
-from mmjax.data.sample import answer_text, loss_weight, prompt_only
+from mmjax.data.sample import answer_text, drawing_prompt, is_wordless, loss_weight, prompt_only
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.tokenizer import Tokenizer
-from mmjax.data.types import Sample, SampleMeta
+from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 from mmjax.eval.rounds import Rounds
 from mmjax.eval.scores import Evaluation, score
 from mmjax.models.config import LLM
@@ -26,9 +26,12 @@ from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
+from mmjax.pipeline.state_shapes import group_of_leaf
 from mmjax.viz.answers import Drawings
 
 _RECORDS = Sources()
+LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Levels of noise at which an evaluation has losses of generators."""
 Meet = Callable[[], None]
 """A function called before each round on the devices; it may raise to end the evaluation."""
 
@@ -44,7 +47,8 @@ def require_checkpoint(run_dir: str | Path) -> None:
 def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping[str, State]]:
     """The step of the newest readable checkpoint of `run_dir`, and its parameters on the devices of `parts`.
 
-    They are the states of this process's stages, by name such as "llm.0", without moments. All processes call it.
+    They are the states of this process's stages, by name such as "llm.0", without moments; of modules with
+    `Optimizer.ema` they are the running means. All processes call it.
 
     parts: a model on its devices, as `place(recipe)` gives it for the run's recipe, under any layout.
 
@@ -53,9 +57,8 @@ def load_parameters(parts: PlacedRun, run_dir: str | Path) -> tuple[int, Mapping
       CheckpointError: the checkpoint is of another model.
     """
     stages = parts.placed.stages.values()
-    avals = {name: aval for stage in stages for name, aval in stage.state.logical_avals().items()}
-    targets = {name: aval for name, aval in avals.items() if name.startswith("params/")}
-    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, prefix="params/")
+    targets = {name: aval for stage in stages for name, aval in stage.state.prediction_avals().items()}
+    restored = Checkpointer(Path(run_dir) / "checkpoints").restore_latest(targets, group=group_of_leaf)
     if restored is None:
         raise ConfigError(f"--run_dir={str(run_dir)!r} has no checkpoint yet: train with its config.gin")
     local = parts.placed.local_stages
@@ -92,6 +95,8 @@ class Evaluator:
     ) -> list[str]:
         """The text of the model's answer to each sample's last question, by greedy decoding; all processes call it.
 
+        It is "" for a sample whose right answer is a picture alone.
+
         Args:
           states: the states of this process's stages by name, such as "llm.0"; only parameters are read.
           samples: the samples; right answers follow their prompts, and limit how long an answer is.
@@ -100,11 +105,12 @@ class Evaluator:
         """
         # The length of the longest right answer of all samples, with its end token. So no answer depends on the samples
         # that share its round.
-        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in samples)
-        replies = self.write(states, samples, limit=max(lengths, default=1), report=report, meet=meet)
+        in_words = [sample for sample in samples if not is_wordless(sample)]
+        lengths = (int(np.count_nonzero(sample.loss_weights[sample.prompt :])) for sample in in_words)
+        replies = iter(self.write(states, in_words, limit=max(lengths, default=1), report=report, meet=meet))
         return [
-            answer_text(self.parts.tokenizer, sample, reply.tokens)
-            for sample, reply in zip(samples, replies, strict=True)
+            "" if is_wordless(sample) else answer_text(self.parts.tokenizer, sample, next(replies).tokens)
+            for sample in samples
         ]
 
     def write(
@@ -158,8 +164,9 @@ class Evaluator:
         answers = self.answers(states, samples, meet=meet)
         drawings = self.drawings(states, samples, meet)
         text_loss = self.loss(states, samples, meet) if loss else None
+        levels = self.level_losses(states, samples, meet) if loss else {}
         codes = self.code_accuracy(states, samples, meet)
-        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes)
+        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes, level_losses=levels)
 
     def code_accuracy(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
@@ -195,12 +202,52 @@ class Evaluator:
                 total += sum(float(rows.sum(dtype=np.float64)) for rows in self.predictor.losses(packed.batch))
         return total / weight
 
-    def drawings(
+    def level_losses(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
+    ) -> dict[str, dict[str, float]]:
+        """The mean squared error of each generator's predictions by level of noise; {} without media to be made.
+
+        Levels are the middles of five equal parts of a process's times, by their share of the last time, such as "0.1".
+        Noise is the samples' own, and none is without its condition. For `states` and `meet` see `answers`.
+        """
+        noisy, encoders = [sample for sample in samples if sample.noise], self.parts.packer.encoders
+        if not noisy:
+            return {}
+        errors, counts = dict[str, np.ndarray](), dict[str, int]()
+        with self._loaded(states, meet):
+            for packed in zip(*(self.rounds(_at_level(noisy, level, encoders)) for level in LEVELS), strict=True):
+                meet()
+                batches = [of_level.batch for _, of_level in packed]
+                for number, predicted in enumerate(self.predictor.predictions(batches)):
+                    for name, predictions in predicted.items():
+                        sums = errors.setdefault(name, np.zeros(len(LEVELS)))
+                        for prediction, (_, inputs) in zip(predictions, batches[number], strict=True):
+                            of_patches = inputs[name]["weights"] > 0
+                            off = prediction[of_patches] - inputs[name]["targets"][of_patches]
+                            sums[number] += np.square(off, dtype=np.float64).sum()
+                            counts[name] = counts.get(name, 0) + (off.size if number == 0 else 0)
+        return {
+            name: {f"{level:g}": float(total) / counts[name] for level, total in zip(LEVELS, sums, strict=True)}
+            for name, sums in errors.items()
+            if counts[name]
+        }
+
+    def drawing_steps(self, samples: Sequence[Sample]) -> int:
+        """The number of steps in which `drawings` draws for these samples, of all rounds and generators together."""
+        rounds = -(-sum(bool(sample.noise) for sample in samples) // self.rounds.size)
+        generators = self.parts.placed.model.generators
+        return rounds * sum(getattr(generators[name].config, "steps", 1) for name in self.predictor.painters)
+
+    def drawings(
+        self,
+        states: Mapping[str, State],
+        samples: Sequence[Sample],
+        meet: Meet = lambda: None,
+        report: Callable[[], None] = lambda: None,
     ) -> list[Drawings]:
         """For each sample, the media [h, w, C] that each generator draws; {} for one without noise to start from.
 
-        For `states` and `meet` see `answers`.
+        For `states` and `meet` see `answers`; `report` is called after each step of drawing.
         """
         result: list[Drawings] = [{} for _ in samples]
         indices = [index for index, sample in enumerate(samples) if sample.noise]
@@ -208,10 +255,11 @@ class Evaluator:
             return result
         packer, remaining = self.parts.packer, iter(indices)
         with self._loaded(states, meet):
-            for prompts, packed in self.rounds([prompt_only(_from_noise(samples[index])) for index in indices]):
+            noisy = [drawing_prompt(_from_noise(samples[index], packer.encoders)) for index in indices]
+            for prompts, packed in self.rounds(noisy):
                 meet()
                 drawn: list[dict[str, tuple[np.ndarray, ...]]] = [{} for _ in prompts]
-                for name, patches in self.predictor.draw(packed.batch).items():
+                for name, patches in self.predictor.draw(packed.batch, lambda name, done: report()).items():
                     first = 0
                     for plan, rows in zip(packed.plans, patches, strict=True):
                         for sample, media in packer.media(name, plan, rows).items():
@@ -264,6 +312,20 @@ def _by_sample(places: Sequence[tuple[int, int]], replies: Sequence[Sequence[Ans
     return [replies[microbatch][row] for microbatch, row in places]
 
 
-def _from_noise(sample: Sample) -> Sample:
-    """The sample with pure noise (time 1) in place of the media to be drawn."""
-    return replace(sample, times={name: (1.0,) * len(media) for name, media in sample.times.items()})
+def _at_level(samples: Sequence[Sample], level: float, encoders: Mapping[str, EncoderSpec]) -> list[Sample]:
+    """The samples with all media to be made at one level of noise, each with its condition."""
+    processes = {name: spec.process for name, spec in encoders.items()}
+    return [
+        replace(
+            sample,
+            times={name: (float(processes[name].time_at(level)),) * len(media) for name, media in sample.times.items()},
+            dropped={},
+        )
+        for sample in samples
+    ]
+
+
+def _from_noise(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> Sample:
+    """The sample with pure noise in place of the media to be drawn, each with its condition."""
+    times = {name: (encoders[name].process.pure,) * len(media) for name, media in sample.times.items()}
+    return replace(sample, times=times, dropped={})

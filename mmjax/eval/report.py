@@ -86,7 +86,7 @@ def evaluate(
     if data:
         recipe = for_folder(recipe, data, source)
     samples = held_out(recipe, count or (sys.maxsize if data else recipe.train.eval_samples or USUAL_SAMPLES))
-    parts = place(recipe)
+    parts = place(recipe, trained=False)
     step, states = load_parameters(parts, run_dir)
     swapped = {} if data else exchanged(recipe, parts.tokenizer, samples)
     prompts = [*samples, *(sample for variants in swapped.values() for sample in variants)]
@@ -98,14 +98,14 @@ def evaluate(
     with Progress(len(prompts), "answering", log_every=len(prompts), style=style) as bar:
         answers = evaluator.answers(states, prompts, bar.update)
     drawings, loss = evaluator.drawings(states, samples), evaluator.loss(states, samples)
-    codes = evaluator.code_accuracy(states, samples)
+    codes, levels = evaluator.code_accuracy(states, samples), evaluator.level_losses(states, samples)
     # First the answers to the samples as they are, then as many for each encoder whose media are exchanged.
     plain, *variants = [answers[at : at + len(samples)] for at in range(0, len(prompts), len(samples))]
     task = recipe.data.origin
     return EvalReport(
         step=step,
         samples=samples,
-        evaluation=score(samples, plain, drawings, loss, task, code_accuracy=codes),
+        evaluation=score(samples, plain, drawings, loss, task, code_accuracy=codes, level_losses=levels),
         swapped={
             name: score(variant, replies, task=task)
             for (name, variant), replies in zip(swapped.items(), variants, strict=True)

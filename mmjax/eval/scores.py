@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmjax.data.sample import is_wordless
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.types import Sample
@@ -31,6 +32,8 @@ class Evaluation:
       code_accuracy: share of the codes of spoken answers that are predicted rightly, under teacher forcing; `None`
         without any.
       scores: the task's own scores, see `Task`; each is the mean over samples, in [0, 1].
+      level_losses: the mean squared error of predictions by generator, and by level of noise in 0…1, as text; {} where
+        it was not asked for, or nothing is to be made.
     """
 
     answers: tuple[str, ...]
@@ -43,6 +46,7 @@ class Evaluation:
     unit: str = "character"
     code_accuracy: float | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
+    level_losses: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -51,6 +55,8 @@ class Evaluation:
 
 
 _RECORDS = Sources()
+_LEVEL_LOSSES = "_losses"
+"""The end of the names of losses by level of noise."""
 _MOST = 700.0
 """The largest loss whose exponential is taken: it is still a finite float."""
 
@@ -63,6 +69,7 @@ def score(
     task: Task = _RECORDS,
     *,
     code_accuracy: float | None = None,
+    level_losses: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Evaluation:
     """Scores answers against the right ones, character by character and by the task's own scores, and drawings.
 
@@ -74,11 +81,14 @@ def score(
       loss: kept as `Evaluation.loss`.
       task: the task that the samples are from, `recipe.data.origin`.
       code_accuracy: kept as `Evaluation.code_accuracy`.
+      level_losses: kept as `Evaluation.level_losses`.
 
     Returns:
-      Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples.
+      Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples. A
+      sample whose right answer is a picture alone counts for neither.
     """
     right = [a == s.answer for s, a in zip(samples, answers, strict=True)]
+    in_words = [not is_wordless(sample) for sample in samples]
     total = sum(len(s.answer) for s in samples)
     matches = sum(x == y for s, a in zip(samples, answers, strict=True) for x, y in zip(s.answer, a, strict=False))
     by_kind: dict[str, list[bool]] = {}
@@ -87,7 +97,7 @@ def score(
             by_kind.setdefault(sample.kind, []).append(ok)
     return Evaluation(
         answers=tuple(answers),
-        exact_match=sum(right) / max(1, len(samples)),
+        exact_match=sum(map(all, zip(right, in_words, strict=True))) / max(1, sum(in_words)),
         character_accuracy=matches / max(1, total),
         kinds={kind: sum(correct) / len(correct) for kind, correct in sorted(by_kind.items())},
         drawings=tuple(drawings),
@@ -96,6 +106,7 @@ def score(
         unit=task.unit,
         code_accuracy=code_accuracy,
         scores=_task_scores(samples, answers, task),
+        level_losses=level_losses or {},
     )
 
 
@@ -123,7 +134,8 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
 
     They are "exact_match", "<unit>_accuracy", such as "character_accuracy", and where there are any "loss" and
     "perplexity", "kinds" (exact match by kind), "drawing_accuracy", "code_accuracy",
-    "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds", and the task's own scores by their names.
+    "swapped_<encoder>_<unit>_accuracy" and "swapped_<encoder>_kinds", the task's own scores by their names, and
+    "<generator>_losses" by level of noise.
 
     Args:
       plain: the evaluation of the samples as they are, as `score` gives it.
@@ -138,7 +150,8 @@ def figures(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> dict[str, A
         if len(evaluation.kinds) > 1:
             row[f"{prefix}kinds"] = dict(evaluation.kinds)
     optional = {"drawing_accuracy": plain.drawing_accuracy, "code_accuracy": plain.code_accuracy}
-    return row | {name: value for name, value in optional.items() if value is not None} | dict(plain.scores)
+    row |= {name: value for name, value in optional.items() if value is not None} | dict(plain.scores)
+    return row | {f"{name}{_LEVEL_LOSSES}": dict(losses) for name, losses in plain.level_losses.items()}
 
 
 def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
@@ -160,6 +173,8 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
     parts += [f"{name.replace('_', ' ')} {show(name, value)}" for name, value in plain.scores.items()]
     if plain.loss is not None:
         parts += [f"{name} {show(name, getattr(plain, name))}" for name in ("loss", "perplexity")]
+    for name, losses in plain.level_losses.items():
+        parts.append(f"{name}'s loss by noise {show(name + _LEVEL_LOSSES, losses)}")
     for name, evaluation in swapped.items():
         kinds = f" ({show('kinds', evaluation.kinds)})" if len(evaluation.kinds) > 1 else ""
         parts.append(f"with {name}'s media exchanged {right} {show(right, evaluation.character_accuracy)}{kinds}")
@@ -169,9 +184,11 @@ def describe(plain: Evaluation, swapped: Mapping[str, Evaluation]) -> str:
 def show(name: str, value: Any) -> str:
     """A figure of `eval.jsonl` for people: a share as "12.3%", "loss" as "1.234", shares by kind as "read 90.0%, …".
 
-    `show("exact_match", 0.123)` is "12.3%". The name matters only for "loss" and "perplexity"; all others are shares in
-    [0, 1], or dicts of them by kind, {"read": 0.9}.
+    `show("exact_match", 0.123)` is "12.3%". The name matters only for "loss", "perplexity" and losses by level of
+    noise; all others are shares in [0, 1], or dicts of them by kind, {"read": 0.9}.
     """
+    if name.endswith(_LEVEL_LOSSES):
+        return ", ".join(f"{level} {show('loss', loss)}" for level, loss in value.items())
     if isinstance(value, Mapping):
         return ", ".join(f"{kind} {show(kind, share)}" for kind, share in value.items())
     return f"{value:.4g}" if name in ("loss", "perplexity") else f"{value:.1%}"

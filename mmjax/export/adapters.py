@@ -36,7 +36,9 @@ def export_adapters(
         from mmjax.weights.table import assemble, expand
         from mmjax.weights.write import write_adapters
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
-    saved = SavedParameters.find(str(checkpointer.directory / f"{chosen_step(checkpointer, run_dir, step):08d}"))
+    saved = SavedParameters.find(
+        str(checkpointer.directory / f"{chosen_step(checkpointer, run_dir, step):08d}"), means=True
+    )
     names = recipe.model.adapted
     require(bool(names), "--format", "peft", "the run has no adapters; use another format")
     folders = []

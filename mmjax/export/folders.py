@@ -75,7 +75,7 @@ def export_folders(
         from mmjax.weights.write import rewrite
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = chosen_step(checkpointer, run_dir, step)
-    saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"))
+    saved = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"), means=True)
     merge_lora = bool(recipe.model.adapted) if merge_lora is None else merge_lora
     adapters = [lora_name(name) for name in recipe.model.adapted] if merge_lora else []
     require_adapters(adapters, merge=merge_lora)

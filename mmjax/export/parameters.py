@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from mmjax.configurable import ConfigError
-from mmjax.export.checkpoints import PREFIX, chosen_step, host_memory, require_out
+from mmjax.export.checkpoints import chosen_step, host_memory, require_out
 from mmjax.flags import importing
 from mmjax.models.lora.merging import merged_adapters, require_adapters
 
@@ -30,8 +30,9 @@ class Exported:
 def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lora: bool = False) -> Exported:
     """Copies the parameters of checkpoint `step` (0: the newest) of `run_dir` into a new Orbax checkpoint `out`.
 
-    Leaves keep their logical names ("llm/layers/000/attn/q"), one nested dict per "/". With `merge_lora` low-rank
-    adapters are added to their weights and are no module any more. No device but the host is used.
+    Of modules with `Optimizer.ema` these are the running means. Leaves keep their logical names
+    ("llm/layers/000/attn/q"), one nested dict per "/". With `merge_lora` low-rank adapters are added to their weights
+    and are no module any more. No device but the host is used.
 
     The result has `step`, the number of `leaves` and that of their elements, `parameters`.
 
@@ -43,18 +44,15 @@ def export_run(run_dir: str | Path, out: str | Path, step: int = 0, *, merge_lor
     with importing():
         import jax
 
-        from mmjax.checkpoint import Checkpointer, export
+        from mmjax.checkpoint import Checkpointer, SavedParameters, export
     checkpointer = Checkpointer(Path(run_dir) / "checkpoints")
     step = chosen_step(checkpointer, run_dir, step)
-    metadata = checkpointer.metadata(step)
-    place = host_memory()
+    saved, place = SavedParameters.find(str(checkpointer.directory / f"{step:08d}"), means=True), host_memory()
+    metadata = saved.metadata
     targets = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-        for name, leaf in metadata.leaves.items()
-        if name.startswith(PREFIX)
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for name, leaf in saved.leaves.items()
     }
-    leaves = checkpointer.restore(step, targets, prefix=PREFIX)
-    named = {name.removeprefix(PREFIX): leaf for name, leaf in leaves.items()}
+    named = saved.read(targets)
     if merge_lora:
         merged = merged_adapters(named, metadata.config)
         require_adapters(named.keys() - merged.keys(), merge=merge_lora)

@@ -1,4 +1,4 @@
-"""`python -m mmjax.generate --run_dir=D --messages=FILE`: answers messages about images with a model.
+"""`python -m mmjax.generate --run_dir=D --messages=FILE`: answers messages about images with a model, or by pictures.
 
 The model is a run's, or that of a folder as save_pretrained writes it (`--weights=DIR`); nothing is trained, and no
 training data are read.
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmjax.config import load_config, load_run_config
 from mmjax.config.flags import (
@@ -25,9 +26,11 @@ from mmjax.config.flags import (
 )
 from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
-from mmjax.data.messages import parse_messages
+from mmjax.data.messages import Dialogue, parse_messages
+from mmjax.data.picture_prompts import MOST_SIDE, Size, ends_with_picture, with_picture
 from mmjax.flags import importing
-from mmjax.generate.answers import generate
+from mmjax.generate.answers import Answer, generate
+from mmjax.generate.pictures import draw_pictures, with_drawing, write_pictures
 from mmjax.mesh import process_group
 from mmjax.pipeline.config import Sampling
 from mmjax.recipe import Recipe
@@ -41,7 +44,15 @@ FLAGS = (
     Flag(name="top_p", doc="chooses among the likeliest tokens that make up this probability together.", default="1"),
     Flag(name="seed", doc="of random numbers: the same text under any layout.", default=0),
     Flag(name="source", doc="the one of the run's Data.sources that messages are read like, where they differ."),
-    Flag(name="json", doc='prints {"text", "tokens", "logprobs"} for each prompt in one line.', default=False),
+    Flag(
+        name="json", doc='prints {"text", "tokens", "logprobs", "pictures"} for each prompt in one line.', default=False
+    ),
+    Flag(name="out", doc="a directory for pictures, <prompt>-<sample>.png, where messages end with some to be made."),
+    Flag(name="generate_size", doc="height and width of a picture to be made of each message, such as 64x64."),
+    Flag(name="samples", doc="pictures of each prompt, from different noise.", default=1),
+    Flag(name="steps", doc="steps from noise to a picture; 0 takes the run's.", default=0),
+    Flag(name="guidance", doc="the share of the prompt in each step; without it the run's."),
+    Flag(name="sampler", doc="the method of drawing, such as 'euler', 'ddim' or 'dpm++'; without it the run's."),
 )
 USAGE = "python -m mmjax.generate"
 
@@ -66,14 +77,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path == "-":
             _require_alone(flags, named)
         dialogues = parse_messages(_text(path, named), named)
+        if size := _size(str(flags.values["generate_size"])):
+            dialogues = [with_picture(dialogue, size) for dialogue in dialogues]
+        draws = _require_pictures(flags, dialogues, named)
         recipe = _recipe(flags, run_dir, weights)
+        if draws:
+            return _draw(flags, recipe, dialogues, named)
         join_processes(flags)
         printer = None if flags.values["json"] else _Printer(len(dialogues))
         answers = generate(
             recipe,
             run_dir,
             dialogues,
-            media="." if path == "-" else os.path.dirname(path) or ".",
+            media=_media_folder(path),
             limit=limit,
             sampling=sampling,
             source=source,
@@ -84,8 +100,91 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mmjax.mesh.processes import is_first
         if printer is None and is_first():
             for answer in answers:
-                print(json.dumps({"text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs}))
+                print(_line(answer, []))
     return 0
+
+
+def _draw(flags: Flags, recipe: Recipe, dialogues: Sequence[Dialogue], named: str) -> int:
+    """Makes pictures of messages, writes and names them; returns the exit status, 0."""
+    recipe, out = with_drawing(recipe, **_drawing(flags)), Path(str(flags.values["out"]))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={str(out)!r}: cannot be made ({error.strerror}); name another path") from None
+    join_processes(flags)
+    pictures = draw_pictures(
+        recipe,
+        str(flags.values["run_dir"]),
+        dialogues,
+        media=_media_folder(str(flags.values["messages"])),
+        samples=int(flags.values["samples"]),
+        seed=int(flags.values["seed"]),
+        source=str(flags.values["source"]),
+        named=named,
+    )
+    with importing():
+        from mmjax.mesh.processes import is_first
+    if is_first():
+        for by_sample in write_pictures(out, pictures):
+            paths = [path for of_sample in by_sample for path in of_sample]
+            print(_line(Answer("", (), ()), paths) if flags.values["json"] else "\n".join(paths))
+    return 0
+
+
+def _line(answer: Answer, pictures: Sequence[str]) -> str:
+    values = {"text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs, "pictures": pictures}
+    return json.dumps(values)
+
+
+def _media_folder(path: str) -> str:
+    """The folder that names of media in the messages start from."""
+    return "." if path == "-" else os.path.dirname(path) or "."
+
+
+def _size(text: str) -> Size | None:
+    """Height and width of "64x32"; `None` for ""."""
+    if not text:
+        return None
+    sides = text.lower().split("x")
+    legal = len(sides) == 2 and all(side.isdecimal() and 0 < int(side) <= MOST_SIDE for side in sides)
+    require(legal, "--generate_size", text, "must be height x width in pixels, such as 64x64")
+    return int(sides[0]), int(sides[1])
+
+
+def _require_pictures(flags: Flags, dialogues: Sequence[Dialogue], named: str) -> bool:
+    """Whether the dialogues end with pictures to be made; raises ConfigError where some do, or flags do not fit."""
+    draws = list(map(ends_with_picture, dialogues))
+    if any(draws) and not all(draws):
+        raise ConfigError(f"{named}: some prompts are answered by text and some by pictures; write a file for each")
+    if any(draws):
+        require(bool(flags.values["out"]), "--out", "", "is missing: messages ask for pictures; name a directory")
+        positive("--samples", int(flags.values["samples"]))
+        return True
+    defaults = {flag.name: flag.default for flag in FLAGS}
+    names = ("out", "samples", "steps", "guidance", "sampler")
+    for name in (name for name in names if flags.values[name] != defaults[name]):
+        fix = "no message ends with a picture to be made; leave it out, or add --generate_size=64x64"
+        raise ConfigError(f"--{name}={flags.values[name]!r}: {fix}")
+    return False
+
+
+def _drawing(flags: Flags) -> dict[str, Any]:
+    """The settings of drawing that flags change."""
+    steps, guidance, sampler = (flags.values[name] for name in ("steps", "guidance", "sampler"))
+    changes: dict[str, Any] = {"sampler": str(sampler)} if sampler else {}
+    if int(steps):
+        positive("--steps", int(steps), 20)
+        changes["steps"] = int(steps)
+    if guidance:
+        changes["guidance"] = _number("guidance", str(guidance))
+    return changes
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name}={text}: must be a number, such as 0.7") from None
 
 
 def _recipe(flags: Flags, run_dir: str, weights: str) -> Recipe:
@@ -103,12 +202,7 @@ def _recipe(flags: Flags, run_dir: str, weights: str) -> Recipe:
 
 
 def _sampling(flags: Flags) -> Sampling:
-    numbers = {}
-    for name in ("temperature", "top_p"):
-        try:
-            numbers[name] = float(str(flags.values[name]))
-        except ValueError:
-            raise ConfigError(f"--{name}={flags.values[name]}: must be a number, such as 0.7") from None
+    numbers = {name: _number(name, str(flags.values[name])) for name in ("temperature", "top_p")}
     not_negative("--temperature", numbers["temperature"])
     require(0 < numbers["top_p"] <= 1, "--top_p", numbers["top_p"], "must be above 0 and at most 1, such as 0.9")
     seed = int(flags.values["seed"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 
+from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
 from mmjax.data.config import PackingConfig
+from mmjax.data.picture_prompts import MOST_SIDE
 from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
-from mmjax.data.types import Sample
+from mmjax.data.types import EncoderSpec, Sample
 from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -33,12 +36,14 @@ class Prompts:
       source: the messages.
       room: tokens of a row, for prompt and answer.
       limit: the most tokens of an answer.
+      specs: specs of the model's encoders and generators, by name.
     """
 
     recipe: Recipe
     source: Source
     room: int
     limit: int
+    specs: Mapping[str, EncoderSpec]
 
     def samples(self) -> list[Sample]:
         """The messages as samples that end where the answer begins."""
@@ -53,6 +58,15 @@ class Prompts:
             most_new = max(1, most - sample.prompt)
             legal = not most or sample.prompt + self.limit <= most
             require(legal, "--max_tokens", self.limit, f"{fix}; use {most_new}, or a shorter prompt")
+
+
+def for_pictures(recipe: Recipe, path: str, *, media: str, cache: str, source: str = "") -> Prompts:
+    """Reads dialogues that end with pictures to be made, which keep their sizes.
+
+    The arguments and errors are those of `for_messages`; `path` is a file of dialogues with blank pictures.
+    """
+    reader = partial(replace, kind="llava", draw=False, drawn_size=(0, 0), drawn_pixels=MOST_SIDE**2)
+    return _prompts(recipe, path, reader, media=media, cache=cache, limit=0, source=source)
 
 
 def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
@@ -72,9 +86,24 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
+    reader = partial(replace, kind=PROMPTS)
+    return _prompts(recipe, path, reader, media=media, cache=cache, limit=limit, source=source)
+
+
+def _prompts(
+    recipe: Recipe,
+    path: str,
+    as_reader: Callable[[SourceConfig], SourceConfig],
+    *,
+    media: str,
+    cache: str,
+    limit: int,
+    source: str,
+) -> Prompts:
+    """See `for_messages`; `as_reader` makes the settings of the messages' source of those of the run's."""
     settings = recipe.data.settings
     like = source_like(recipe, source, "--messages") or SourceConfig(max_pixels=settings.max_pixels, max_patches=0)
-    reader = replace(like, kind=PROMPTS, path=path, media=media, held_out=0, strict=True, cut=False)
+    reader = replace(as_reader(like), path=path, media=media, held_out=0, strict=True, cut=False)
     settings = replace(settings, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
     data = replace(recipe.data, settings=settings, sources={"messages": reader})
     frozen = {part: replace(optimizer, frozen=True) for part, optimizer in recipe.model.optimizers.items()}
@@ -90,7 +119,8 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     data = data.with_settings(sequence_length=_rounded(longest))
     model = recipe.model.map(lambda node: replace(node, packing=PackingConfig(buckets=())))
     recipe = replace(recipe, data=data, model=model, train=train)
-    return Prompts(recipe=recipe, source=messages, room=_rounded(longest + limit), limit=limit)
+    specs = encoder_specs(recipe)
+    return Prompts(recipe=recipe, source=messages, room=_rounded(longest + limit), limit=limit, specs=specs)
 
 
 def _rounded(tokens: int) -> int:

@@ -20,6 +20,7 @@ from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.stage_state import State
 from mmjax.progress import Progress
 from mmjax.train.starts import find_starts
+from mmjax.viz.answers import Drawings
 
 OnToken = Callable[[Sequence[str], Sequence[bool]], None]
 """Called after each token with the text so far of every answer, and whether each is complete."""
@@ -28,7 +29,7 @@ OnToken = Callable[[Sequence[str], Sequence[bool]], None]
 class Writer:
     """A model on its devices, ready to answer."""
 
-    def __init__(self, prompts: Prompts, run_dir: str | Path = "", style: str = "auto"):
+    def __init__(self, prompts: Prompts, run_dir: str | Path = "", style: str = "auto", *, text: bool = True):
         """Places the model, reads its parameters and compiles its programs; all processes call it.
 
         Args:
@@ -36,6 +37,7 @@ class Writer:
           run_dir: the directory of the run whose newest parameters are read; "" takes those that the configuration
             names.
           style: of the progress display; see `Progress`.
+          text: whether programs that write text are compiled.
 
         Raises:
           ConfigError: the devices here are too few, or parameters are missing.
@@ -52,7 +54,8 @@ class Writer:
                 bar.update(1)
         else:
             _, self._states = load_parameters(self.parts, run_dir)
-        programs = self._evaluator.predictor.programs()
+        self._style = style
+        programs = self._evaluator.predictor.programs(text=text)
         count = len({id(program) for program in programs})
         with Progress(count, "compiling programs", log_every=count, style=style) as bar:
             compile_all(programs, lambda done, _, __: bar.update(done))
@@ -78,6 +81,16 @@ class Writer:
 
         replies = self._evaluator.write(self._states, samples, limit=self._limit, sampling=sampling, on_token=update)
         return [(self._text(sample, reply), reply) for sample, reply in zip(samples, replies, strict=True)]
+
+    def draw(self, samples: Sequence[Sample]) -> list[Drawings]:
+        """The pictures that each generator makes for each sample, by its name, in -1…1.
+
+        Args:
+          samples: those of the prompts, see ``Prompts.samples``, with noise.
+        """
+        total = self._evaluator.drawing_steps(samples)
+        with Progress(total, "drawing", style=self._style) as bar:
+            return self._evaluator.drawings(self._states, samples, report=bar.advance)
 
     def _text(self, sample: Sample, reply: Answer) -> str:
         return answer_text(self.parts.tokenizer, sample, reply.tokens)

@@ -48,7 +48,7 @@ def spans_of(sample: Sample, tokenizer: Tokenizer, encoders: Mapping[str, Encode
       Such as ``Span("<image ×576>", medium=True)`` and ``Span("7", learned=True)``; texts together are the sample's.
     """
     media = {number: "video" for number in sample.video_tokens.values()}
-    media |= {number: encoders[name].medium for name, number in sample.media_tokens.items()}
+    media |= {number: encoders[name].mark.strip("<>") for name, number in sample.media_tokens.items()}
     kinds = [media.get(int(token)) or bool(w > 0) for token, w in zip(sample.tokens, sample.loss_weights, strict=True)]
     read, text_before = list[int](), ""
     for kind, indices in groupby(range(len(kinds)), key=kinds.__getitem__):

@@ -26,18 +26,18 @@ from mmjax.attention.mask import Mask
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context, SharedKeys
+from mmjax.models.guidance import Guidance
 from mmjax.models.handles import fetched_after, scattered_before
 from mmjax.models.layers import LAYER_INPUT, Body, Params, Sums, run_cached, run_layer, scan_layers
 from mmjax.models.parameters import Create, LayerRun, Part, declarations
+from mmjax.models.samplers import HostInputs as HostInputs
+from mmjax.models.samplers import Predict as Predict
 from mmjax.models.traced_flops import traced_work
 
 Block = Callable[[Array, Params], Array | tuple[Array, Sums]]
 """One layer: its input, or several rows' of features, and its parameters, to its output. A layer with losses gives the
 output and the sum of each of ``Module.layer_losses`` over the local tokens, by name.
 """
-HostInputs = Mapping[str, np.ndarray]
-Predict = Callable[[Sequence[HostInputs]], Sequence[np.ndarray]]
-"""A function that predicts: the results of ``Module.predict`` for the inputs of each microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +222,14 @@ class Module(ABC):
           predict: computes the results of the method ``predict`` for such inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} draws nothing")
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of a generator's predictions with and without the LLM's tokens.
+
+        By default it is the prediction with them.
+        """
+        return Guidance()
 
     # ---- properties without devices ----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmjax.data.derived import in_text
+from mmjax.data.process import Process
 from mmjax.data.sample import meta_of
 from mmjax.data.tiles import token_count
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
@@ -116,7 +117,7 @@ class Maker:
         tokens, weights = self._text(rng, shape)
         media: dict[str, tuple[np.ndarray, ...]] = dict.fromkeys(self.encoders, ())
         tiled: dict[str, tuple[Tiled, ...]] = {}
-        for name, (start, size) in zip(self._names(kind), shape.media, strict=True):
+        for name, (start, size) in self._placed(kind):
             spec = self.encoders[name]
             sides, tiles = _sides(size, spec), None
             if spec.newline:
@@ -143,9 +144,17 @@ class Maker:
             prompt=prompt,
             media_tokens=ids,
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
-            times={name: tuple(float(rng.random()) for _ in media[name]) for name in drawn},
+            times={name: tuple(self._time(rng, name, medium) for medium in media[name]) for name in drawn},
+            dropped={name: tuple(self._process(name).draw_dropped(rng) for _ in media[name]) for name in drawn},
             tiled=tiled,
         )
+
+    def _process(self, name: str) -> Process:
+        return self.encoders[name].process
+
+    def _time(self, rng: np.random.Generator, name: str, medium: np.ndarray) -> float:
+        """A training time of a medium of the generator `name`."""
+        return self._process(name).draw_time(rng, self.encoders[name].patches(*medium.shape[:-1]))
 
     def _text(self, rng: np.random.Generator, shape: SampleKind) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and loss weights of a sample, without its media's placeholders."""
@@ -159,15 +168,18 @@ class Maker:
         weights[shape.learned :] = 0
         return tokens, weights
 
-    def _names(self, kind: int) -> list[str]:
-        """The encoder or generator of each medium, in a sample of a kind."""
+    def _placed(self, kind: int) -> list[tuple[str, tuple[int, tuple[int, int]]]]:
+        """The encoder or generator of each medium in a sample of a kind, with the medium's place and size.
+
+        A model without encoders has the drawn medium alone.
+        """
         shape = KINDS[kind % len(KINDS)]
         encoders = [name for name, spec in self.encoders.items() if not spec.drawn]
         drawn = [name for name, spec in self.encoders.items() if spec.drawn and not spec.codes]
-        names = [encoders[(shape.turn + i) % len(encoders)] for i in range(len(shape.media))]
+        names = [encoders[(shape.turn + i) % len(encoders)] if encoders else "" for i in range(len(shape.media))]
         if shape.drawn is not None and drawn:
             names[shape.drawn] = drawn[kind % len(drawn)]
-        return names
+        return [(name, medium) for name, medium in zip(names, shape.media, strict=True) if name]
 
 
 def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ run once for every step of the generator; a generator of codes runs once over th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +20,7 @@ from mmjax.attention.language import Rules
 from mmjax.configurable import ConfigError, gin_name
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
+from mmjax.models.samplers import HostInputs, Predict
 from mmjax.pipeline.answers import Answer, Answers
 from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.config import Sampling
@@ -135,9 +137,9 @@ class Predictor(Walker):
     def _from_encoder(self, op: Op) -> bool:
         return self.graph.edge(op.edge).src in self._encoders
 
-    def programs(self) -> list[Program]:
-        """All programs that this process has to compile; they may repeat."""
-        passes = [self._prediction, *(self._decoding if self.writes else ())]
+    def programs(self, *, text: bool = True) -> list[Program]:
+        """All programs that this process has to compile, without ``text`` those that write none; they may repeat."""
+        passes = [self._prediction, *(self._decoding if text and self.writes else ())]
         programs = [program for forward in passes for program in forward.programs.values()]
         boundaries = [boundary for forward in passes for boundary in forward.boundaries.values()]
         programs += [p for boundary in boundaries for p in boundary.forward.programs()]
@@ -157,8 +159,11 @@ class Predictor(Walker):
         compile_all(self.programs(), report)
 
     def load(self, states: Mapping[str, State]) -> None:
-        """Makes compute parameters from training states, by stage, of this process; call it again after a step."""
-        self.lend(states)
+        """Makes compute parameters from training states, by stage, of this process; call it again after a step.
+
+        Running means take the place of parameters where states have them.
+        """
+        self.lend({name: self.placed.stages[name].state.evaluated(state) for name, state in states.items()})
         self.walk(self._loading)
         self.states = {}
 
@@ -240,11 +245,16 @@ class Predictor(Walker):
         self._drop_arrays()
         return losses
 
-    def draw(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> dict[str, list[np.ndarray]]:
+    def draw(
+        self,
+        microbatches: Sequence[tuple[Signature, InputShapes]],
+        report: Callable[[str, int], None] = lambda name, predicted: None,
+    ) -> dict[str, list[np.ndarray]]:
         """Draws with each generator, from noise and the LLM's hidden states. ``load`` has to come first.
 
         Args:
           microbatches: as for ``losses``; their patches are noise.
+          report: called after each step with the generator's name and the number of steps that are done.
 
         Returns:
           Patches [R, T, E] by generator, for each microbatch.
@@ -255,12 +265,44 @@ class Predictor(Walker):
         self._require_fitting(microbatches)
         self._run_over_rows(microbatches)
         drawn = {}
-        for name, node in self.placed.model.generators.items():
-            if name not in self.talkers:
-                predict = self._with_conditions(name, microbatches)
-                drawn[name] = node.module.draw([inputs[name] for _, inputs in microbatches], predict)
+        for name in self.painters:
+            module = self.placed.model.generators[name].module
+            predict = self._guided(name, self._with_conditions(name, microbatches))
+            drawn[name] = module.draw(
+                [inputs[name] for _, inputs in microbatches], _reported(predict, partial(report, name))
+            )
         self._drop_arrays()
         return drawn
+
+    def predictions(
+        self, batches: Sequence[Sequence[tuple[Signature, InputShapes]]]
+    ) -> list[dict[str, list[np.ndarray]]]:
+        """What each generator of media predicts of its noisy patches, without guidance. ``load`` has to come first.
+
+        Args:
+          batches: each as for ``losses``. They differ in inputs of generators alone: the language model runs once.
+
+        Returns:
+          By batch, predictions [R, T, E] by generator, for each microbatch.
+
+        Raises:
+          ValueError: when the number of microbatches is not the predictor's, or they have send lists.
+        """
+        for microbatches in batches:
+            self._require_fitting(microbatches)
+        self._run_over_rows(batches[0])
+        predicted: list[dict[str, list[np.ndarray]]] = [{} for _ in batches]
+        for name in self.painters:
+            predict = self._with_conditions(name, batches[0])
+            for by_generator, microbatches in zip(predicted, batches, strict=True):
+                by_generator[name] = predict([inputs[name] for _, inputs in microbatches])
+        self._drop_arrays()
+        return predicted
+
+    @property
+    def painters(self) -> tuple[str, ...]:
+        """Names of the generators of media."""
+        return tuple(name for name in self.placed.model.generators if name not in self.talkers)
 
     @property
     def talkers(self) -> tuple[str, ...]:
@@ -297,6 +339,28 @@ class Predictor(Walker):
         """``_generator_predictions`` of a generator, to which the LLM's hidden states are sent before."""
         self.walk(self._conditions[name])
         return partial(self._generator_predictions, name, microbatches, self._received())
+
+    def _guided(self, name: str, predict: Predict) -> Predict:
+        """The predictions of a generator as its ``Module.guidance`` combines them with those without the LLM's tokens.
+
+        Without these tokens the places of the generator that read them receive nothing.
+        """
+        guidance = self.placed.model.generators[name].module.guidance
+        if not guidance.is_on:
+            return predict
+        places = [edge.index for edge in self.placed.model.into(name) if edge.source == LLM]
+
+        def guided(inputs: Sequence[HostInputs]) -> list[np.ndarray]:
+            unconditioned = [
+                {**of_one, **{place: np.full_like(of_one[place], -1) for place in places}} for of_one in inputs
+            ]
+            both = zip(predict(inputs), predict(unconditioned), inputs, strict=True)
+            return [
+                guidance.combine(with_RTE, without_RTE, of_one["segments"][:, -with_RTE.shape[1] :])
+                for with_RTE, without_RTE, of_one in both
+            ]
+
+        return guided
 
     def _run_over_rows(self, microbatches: Sequence[tuple[Signature, InputShapes]]) -> None:
         """Runs encoders and the language model over whole rows."""
@@ -361,6 +425,18 @@ class Predictor(Walker):
         if out.result is not None:
             self._results.setdefault(self.graph.stage(op.stage).module, {})[op.microbatch] = out.result
         self.send(op, out.activation)
+
+
+def _reported(predict: Predict, report: Callable[[int], None]) -> Predict:
+    """``predict``, which then calls ``report`` with the number of its calls."""
+    calls = itertools.count(1)
+
+    def reported(inputs: Sequence[HostInputs]) -> Sequence[np.ndarray]:
+        predictions = predict(inputs)
+        report(next(calls))
+        return predictions
+
+    return reported
 
 
 def _output_of(returned: Any) -> Output:

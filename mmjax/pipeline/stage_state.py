@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat
 from mmjax.mesh.spmd import Program, Spmd
 from mmjax.models.parameters import join_logical, split_logical
-from mmjax.optimizer import Moments, moments, with_moments
+from mmjax.optimizer import Moments, mean_of, moments, next_mean, with_mean, with_moments
 from mmjax.pipeline.loads import split_loads
 from mmjax.pipeline.offload import DEVICE, moved
 from mmjax.pipeline.rates import scale_updates
-from mmjax.pipeline.state_shapes import MOMENTS, State, StateShapes
+from mmjax.pipeline.state_shapes import MEAN, MOMENTS, State, StateShapes
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested, with_leaves
 from mmjax.pipeline.zero import ZeroLeaf
 
@@ -135,7 +135,10 @@ class StageState(StateShapes):
                 updates, opt = optimizer.update(scaled, state["opt"][module], master)
                 updates = scale_updates(self._configs[module], self.owned[module], updates, self.submesh.axes)
                 updates = with_leaves(updates, load_updates) if load_updates else updates
-                new["master"][module] = where_finite(finite, optax.apply_updates(master, updates), master)
+                updated = optax.apply_updates(master, updates)
+                if (mean := mean_of(opt)) is not None:
+                    opt = with_mean(opt, next_mean(mean, updated, self._configs[module].ema))
+                new["master"][module] = where_finite(finite, updated, master)
                 new["opt"][module] = where_finite(finite, opt, state["opt"][module])
             return new
 
@@ -201,17 +204,33 @@ class StageState(StateShapes):
 
         return self._jit_once(join, shardings)(local, key)
 
+    def evaluated(self, state: State) -> State:
+        """The state with running means in place of the masters of modules that have one, for prediction."""
+        means = {module: mean_of(opt) for module, opt in state["opt"].items()}
+        return {**state, "master": state["master"] | {m: mean for m, mean in means.items() if mean is not None}}
+
+    def prediction_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Avals of the checkpoint leaves that ``parameters_from_logical`` takes, by name, with shardings: ``params/…``,
+        and ``ema/…`` of modules that have a running mean.
+        """
+        avals = {name: aval for name, aval in self.logical_avals().items() if name.startswith("params/")}
+        means = {f"{MEAN}/{name.removeprefix('params/')}": aval for name, aval in avals.items()}
+        averaged = tuple(f"{MEAN}/{module}/" for module in self.averaged)
+        return avals | {name: aval for name, aval in means.items() if name.startswith(averaged)}
+
     def parameters_from_logical(self, named: Mapping[str, jax.Array]) -> State:
-        """A state for prediction from the ``params/…`` leaves: masters, and ``{}`` in place of optimizer states.
+        """A state for prediction: masters, and ``{}`` in place of optimizer states.
+
+        Masters are from the ``ema/…`` leaves of modules that have them and are to have them, else ``params/…``.
 
         Raises:
           KeyError: a parameter of the stage is missing.
         """
         shardings = jax.tree.map(lambda a: a.sharding, self.master_avals)
-        local = {name: named[name] for name in self.logical_avals() if name.startswith("params/")}
+        local = {name: named[name] for name in self.prediction_avals() if name in named}
 
         def join(named: Mapping[str, jax.Array]) -> Tree:
-            return {m: self._join("params", m, named) for m in self.owned}
+            return {m: self._join(MEAN if self._has(MEAN, m, named) else "params", m, named) for m in self.owned}
 
         return {"master": self._jit_once(join, shardings)(local), "opt": {}}
 
@@ -227,6 +246,8 @@ class StageState(StateShapes):
             assert adam is not None
             for kind, moment in zip(MOMENTS, (adam.m, adam.v), strict=True):
                 result |= self._split(kind, self.owned[module], moment)
+            if (mean := mean_of(opt)) is not None:
+                result |= self._split(MEAN, self.owned[module], mean)
         return result
 
     def _join_state(
@@ -250,7 +271,12 @@ class StageState(StateShapes):
             if self._has(MOMENTS[0], module, named):
                 m, v = (self._join(kind, module, named) for kind in MOMENTS)
                 adam = Moments(m=m, v=v, count=updates - since.get(module, 0))
-            opts[module] = with_moments(state, adam, updates)
+            state = with_moments(state, adam, updates)
+            if self._has(MEAN, module, named):
+                state = with_mean(state, self._join(MEAN, module, named))
+            elif module in self.averaged:  # arrays of its own, since both are donated
+                state = with_mean(state, jax.tree.map(jnp.copy, masters[module]))
+            opts[module] = state
         return {"master": masters, "opt": opts}
 
     def _has(self, kind: str, module: str, named: Mapping[str, jax.Array]) -> bool:

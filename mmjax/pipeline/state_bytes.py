@@ -99,6 +99,7 @@ def state_bytes(
     frozen: int = 0,
     sharded: Sharded = STATES_ALONE,
     apart: int = 1,
+    moments: int = MOMENTS,
 ) -> StateBytes[float]:
     """Bytes of the states of some parameters of a device, by kind.
 
@@ -115,6 +116,7 @@ def state_bytes(
       sharded: what else these ranks share.
       apart: number of these ranks that have different parameters, as those of ep have different experts; it divides
         ``shards``, and ranks with the same parameters share them.
+      moments: bytes of a trained parameter's moments and running mean.
     """
     frozen, sharers = frozen or item, shards // apart
     parts = sharers if sharded.parameters else 1  # of compute parameters
@@ -127,7 +129,7 @@ def state_bytes(
     sums = trained * gradient / (sharers if sharded.sums else 1)
     return StateBytes(
         masters=masters,
-        optimizer=masters + trained * MOMENTS / sharers,
+        optimizer=masters + trained * moments / sharers,
         copies=params - direct,
         sums=sums,
         reduced=sums / sharers if shards > 1 and not sharded.sums else 0.0,

@@ -38,10 +38,22 @@ MOMENTS = ("adam_m", "adam_v")
 """Kinds of checkpoint leaves that trained modules have beside ``params``."""
 
 
+MEAN = "ema"
+"""The kind of checkpoint leaves of a running mean of the parameters (`Optimizer.ema`)."""
+
+
 def module_of_moment(name: str) -> str:
     """The module of a checkpoint leaf that is a moment: "llm" for "adam_m/llm/embed", "" for "params/llm/embed"."""
     kind, _, path = name.partition("/")
     return path.partition("/")[0] if kind in MOMENTS else ""
+
+
+def group_of_leaf(name: str) -> str:
+    """The group of a checkpoint leaf that a state may lack as a whole: its module for a moment, "ema/llm" for a running
+    mean, and "" for a parameter, which none lacks.
+    """
+    kind, _, path = name.partition("/")
+    return f"{MEAN}/{path.partition('/')[0]}" if kind == MEAN else module_of_moment(name)
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,7 @@ class StateShapes:
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
         self._configs = dict(optimizers)
+        self.averaged = frozenset(m for m in self.leaves if optimizers[m].ema)
 
     # ---- shapes and shardings ----------------------------------------------------------------------------------------
 
@@ -288,14 +301,16 @@ class StateShapes:
     def logical_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Avals of the checkpoint leaves of this stage, by name, with shardings.
 
-        Names are such as ``params/llm/layers/003/attn/q``, for trained modules also ``adam_m/…`` and ``adam_v/…``.
+        Names are such as ``params/llm/layers/003/attn/q``, for trained modules also ``adam_m/…`` and ``adam_v/…``, and
+        ``ema/…`` where they have a running mean.
         """
         result = {}
         for zero in jax.tree.leaves(self.owned):
             sharding = self.submesh.sharding(zero.logical_spec(self.submesh.axes))
             aval = jax.ShapeDtypeStruct(zero.leaf.logical_shape, self.master_dtype(zero.leaf), sharding=sharding)
             moments = MOMENTS if zero.leaf.module in self.trainable else ()  # float32, as a trained module's masters
-            result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *moments)}
+            means = (MEAN,) if moments and zero.leaf.module in self.averaged else ()
+            result |= {f"{kind}/{name}": aval for name in zero.leaf.names for kind in ("params", *moments, *means)}
         return result
 
     # ---- masters used directly as compute parameters -----------------------------------------------------------------

@@ -296,6 +296,7 @@ def module_work(
         parameters=parameters,
         trained=trained,
         frozen=max((_bytes(recipe.model.optimizers[n].frozen_dtype) for n in trains if n in frozen), default=0),
+        averaged=any(recipe.model.optimizers[n].ema for n in trains if n not in frozen),
         recompute=recompute,
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),

@@ -15,7 +15,7 @@ from functools import cached_property
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
 from mmjax.models.experts.sizes import sent_share
-from mmjax.pipeline.state_bytes import Sharded, StateBytes, state_bytes
+from mmjax.pipeline.state_bytes import MASTER, MOMENTS, Sharded, StateBytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +222,7 @@ class ModuleWork:
       parameters: number of all parameters.
       trained: number of parameters with gradients and optimizer states.
       frozen: bytes of each other parameter in storage; 0 means the bytes of the computation.
+      averaged: whether trained parameters have running means.
       recompute: FLOPs of a row's recompute.
       real: the part of a sample that is not padding; None if a sample has no padding.
       sums: all-reduces of a layer's activations over a tp group in a forward and in a backward, for tp above 1, or
@@ -251,6 +252,7 @@ class ModuleWork:
     parameters: Shares
     trained: Shares
     frozen: int = 0
+    averaged: bool = False
     recompute: Shares = Shares()
     real: Real | None = None
     sums: tuple[int, int] = (2, 2)
@@ -409,17 +411,17 @@ class Work:
         """`states`, those of experts separately if ranks of ep have different ones: then they come second."""
         module, dense = self.modules[name], self.modules[name].dense
         if layout.ep == 1 or module.experts is None:
-            return (self._states(module.parameters.of(part), module.trained.of(part), module.frozen, layout),)
+            return (self._states(module.parameters.of(part), module.trained.of(part), module, layout),)
         parameters, trained = (
             part.layers * number / layout.ep for number in (module.experts.parameters, module.experts.trained)
         )
         return (
-            self._states(dense.parameters.of(part), dense.trained.of(part), module.frozen, layout),
-            self._states(parameters, trained, module.frozen, layout, apart=layout.ep),
+            self._states(dense.parameters.of(part), dense.trained.of(part), module, layout),
+            self._states(parameters, trained, module, layout, apart=layout.ep),
         )
 
     def _states(
-        self, parameters: float, trained: float, frozen: int, layout: Layout, *, apart: int = 1
+        self, parameters: float, trained: float, module: ModuleWork, layout: Layout, *, apart: int = 1
     ) -> StateBytes[float]:
         return state_bytes(
             parameters / layout.tp,
@@ -427,9 +429,10 @@ class Work:
             item=self.item,
             gradient=self.gradient,
             shards=layout.optimizer_shards,
-            frozen=frozen,
+            frozen=module.frozen,
             sharded=Sharded(sums=layout.scatters_gradients, parameters=layout.shards_parameters),
             apart=apart,
+            moments=MOMENTS + (MASTER if module.averaged else 0),
         )
 
     def limited(self, tps: Callable[[str], Collection[int]]) -> Work:

@@ -148,4 +148,7 @@ def _of_offload(recipe: Recipe, module: str) -> Reasons:
 
 def _of_source(recipe: Recipe, _: str) -> Reasons:
     media = {recipe.model[name].settings.medium for name in recipe.model.media}
-    return {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
+    reasons = {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
+    if set(recipe.model.generators) <= set(recipe.model.talkers):
+        reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "no generator of the model makes pictures")
+    return reasons

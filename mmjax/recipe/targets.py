@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mmjax.configurable import require
 from mmjax.recipe.recipe import Recipe
 
 
-def require_targets(recipe: Recipe) -> None:
+def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> None:
     """Requires that samples have something to draw, or to speak, for every trained generator.
 
-    ``recipe`` is the configuration, such as ``load_config(["digits_vlm"])``.
+    Args:
+      recipe: the configuration, such as ``load_config(["digits_vlm"])``.
+      media: the modules of which samples have media, where samples have been read. Without it, generators pass whose
+        pictures are those of records.
 
     Raises:
       ConfigError: they have nothing; one line that names a fix.
     """
-    drawn, spoken, drawing_fix = recipe.data.drawn, recipe.data.spoken, recipe.data.origin.drawing_fix
+    origin, talkers = recipe.data.origin, recipe.model.talkers
+    drawn = recipe.data.drawn if media is None else set(media) & set(recipe.model.generators)
     for name in recipe.model.generators:
-        speaks = name in recipe.model.talkers
-        targets, lacking = (spoken, "codes") if speaks else (drawn, "picture")
+        speaks = name in talkers
+        if media is None and origin.draws is None and not speaks:
+            continue
+        targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen
         fixes = ["leave it out", f"set {name}/Optimizer.frozen to True"]
-        fixes += [drawing_fix] if drawing_fix and not drawn and not speaks else []
+        fixes += [origin.drawing_fix] if origin.drawing_fix and not drawn and not speaks else []
         fixes += [f"Data.speaker to {name!r}"] if speaks and targets else []
         use = f"{lacking} for {name!r} to {'speak' if speaks else 'draw'}"
         fix = f"the data have no {use}, so it would learn nothing; {', or '.join(fixes)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from mmjax.reference.callbacks import NO_CALLS, Calls
 from mmjax.reference.delta import delta_output
 from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.positions import cut_patches, patch_positions
+from mmjax.reference.process import flow_times, noised, share_of
 from mmjax.reference.unet import unet_velocity
 
 if TYPE_CHECKING:
@@ -357,9 +359,9 @@ def draw_loss(
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
     further: Mapping[str, jax.Array] = NONE_FURTHER,
 ) -> Float[Array, ""]:
-    """Sum of squared errors of the predicted velocity; the target is noise - picture.
+    """Weighted sum of squared errors of the prediction, such as of the velocity noise - picture.
 
-    The model's input is (1 - time) picture + time noise.
+    The model's input is a mixture of the two (see `noised`), such as (1 - time) picture + time noise.
 
     Args:
       leaves: logical leaves by name, such as "painter/patch/kernel", of the generator and its projector; others are not
@@ -368,7 +370,7 @@ def draw_loss(
       dit: its settings.
       hidden_ND: the LLM's hidden states of the picture's placeholders, one for merge² patches.
       picture_HWC, noise_HWC: the picture, and noise of its shape.
-      time: the share of noise, from 0 to 1.
+      time: the time of the generator's process, such as the share of noise, from 0 to 1.
       projector: settings of the projectors.
       further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
 
@@ -377,10 +379,11 @@ def draw_loss(
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     dtype = next(iter(params.values())).dtype
-    noisy_HWC, target_HWC = (1 - time) * picture_HWC + time * noise_HWC, noise_HWC - picture_HWC
+    noisy_HWC, target_HWC, weight = noised(dit, picture_HWC, noise_HWC, time)
     patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
     predict = _velocity_of(params, name, dit, picture_HWC, projector)
-    return jnp.sum(jnp.square(predict(hidden_ND, patches, jnp.asarray(time, dtype), further=further) - targets))
+    predicted = predict(hidden_ND, patches, jnp.asarray(share_of(dit, time), dtype), further=further)
+    return weight * jnp.sum(jnp.square(predicted - targets))
 
 
 def integrate(
@@ -392,8 +395,9 @@ def integrate(
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
     further: Mapping[str, jax.Array] = NONE_FURTHER,
 ) -> Float[np.ndarray, "T X"]:
-    """Makes a picture's patches from noise by Euler's method: dx/dt is the velocity, from t = 1 to 0 in `dit.steps`
-    steps.
+    """Makes a picture's patches from noise by Euler's method: dx/dt is a flow's velocity, from t = 1 to 0.
+
+    It takes `dit.steps` steps, guided by `dit.guidance`.
 
     The patches [T, patch² · channels] are in the order of `patch_positions`.
 
@@ -408,14 +412,20 @@ def integrate(
       further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
 
     Raises:
-      ValueError: a side of the picture is not a multiple of patch * merge.
+      ValueError: a side of the picture is not a multiple of patch * merge, or the generator is not drawn so.
     """
+    if dit.sampler != "euler" or dit.guidance_rescale:
+        raise ValueError(f"{name}/DiT.sampler={dit.sampler!r}: the reference draws by Euler's method, not rescaled")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), next(iter(params.values())).dtype)
     predict = _velocity_of(params, name, dit, noise_HWC, projector)
-    for remaining in range(dit.steps, 0, -1):
-        time = jnp.asarray(remaining / dit.steps, patches.dtype)
-        patches = patches - predict(hidden_ND, patches, time, further=further) / dit.steps
+    for time, following in itertools.pairwise(flow_times(dit, len(patches))):
+        at = jnp.asarray(time, patches.dtype)
+        velocity_TX = predict(hidden_ND, patches, at, further=further)
+        if dit.guidance != 1:
+            plain_TX = predict(jnp.zeros_like(hidden_ND), patches, at, further=further)
+            velocity_TX = (1 - dit.guidance) * plain_TX + dit.guidance * velocity_TX
+        patches = patches - velocity_TX * (time - following)
     return np.asarray(patches)
 
 

@@ -256,7 +256,9 @@ def _loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[
         losses[key] = jnp.zeros((), hidden_ND.dtype)
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
         conditions = _conditions(model, sample, name, hidden_ND, encoded)
-        for (condition, further), (picture, noise, time) in zip(conditions, drawn, strict=True):
+        dropped = sample.dropped.get(name) or [False] * len(sample.media[name])
+        for (condition, further), (picture, noise, time), is_dropped in zip(conditions, drawn, dropped, strict=True):
+            condition = jnp.zeros_like(condition) if is_dropped else condition
             loss = draw_loss(leaves, name, dit, condition, picture, noise, time, projector, further)
             losses[key] = losses[key] + loss
     for name in (name for name, node in model.encoders.items() if node.module.losses):

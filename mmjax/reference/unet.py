@@ -42,11 +42,14 @@ def unet_velocity(
     projector: ProjectorConfig,
     further: Mapping[str, jax.Array],
 ) -> Float[Array, "T X"]:
-    """`unet_prediction` at a time from 0 to 1; ``further`` is {}, since a UNet reads the LLM alone."""
+    """`unet_prediction` at a time from 0 to 1, `c.train_steps` times of which is the timestep.
+
+    ``further`` is {}, since a UNet reads the LLM alone.
+    """
     if further:
         raise ValueError(f"{name}: a UNet reads the LLM alone, and {list(further)} give tokens too")
     sizes = {"name": name, "c": c, "rows": rows, "columns": columns, "projector": projector}
-    return unet_prediction(leaves, hidden_ND, patches_TX, time * c.timesteps, **sizes)
+    return unet_prediction(leaves, hidden_ND, patches_TX, time * c.train_steps, **sizes)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "c", "rows", "columns", "projector"))

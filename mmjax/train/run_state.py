@@ -12,7 +12,7 @@ from mmjax.checkpoint import Checkpointer
 from mmjax.config import operative_config
 from mmjax.configurable import ConfigError
 from mmjax.mesh.spmd import remote_array
-from mmjax.pipeline.state_shapes import module_of_moment
+from mmjax.pipeline.state_shapes import group_of_leaf
 from mmjax.recipe import Recipe
 from mmjax.train.soundness import Soundness
 from mmjax.train.starts import Starts, frozen_elsewhere, moments_since, require_seed
@@ -111,7 +111,8 @@ class RunState:
     def restore(self, checkpointer: Checkpointer) -> bool:
         """Restores the newest readable checkpoint, of any layout. Returns whether there is one.
 
-        Modules that were frozen before and are trained now get moments of zeros; modules frozen now have none.
+        Modules that were frozen before and are trained now get moments of zeros; modules frozen now have none. A
+        running mean that is new begins with the parameters.
 
         Raises:
           CheckpointError: it is of another model, or none can be read.
@@ -119,7 +120,7 @@ class RunState:
         """
         stages = self._parts.placed.stages
         targets = {name: aval for stage in stages.values() for name, aval in stage.state.logical_avals().items()}
-        restored = checkpointer.restore_latest(targets, group=module_of_moment)
+        restored = checkpointer.restore_latest(targets, group=group_of_leaf)
         if restored is None:
             return False
         require_seed(self._recipe, restored.metadata, checkpointer.directory.parent)

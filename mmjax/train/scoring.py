@@ -19,6 +19,7 @@ from mmjax.recipe import Recipe
 from mmjax.train.attempt import GivenUp, attempt
 from mmjax.train.files import RunFiles
 from mmjax.viz.answers import draw_answers
+from mmjax.viz.grid import draw_grid, pairs_of
 
 _logger = logging.getLogger(__name__)
 
@@ -98,6 +99,9 @@ class Scoring:
         if self._files:
             if draw and self.recipe.train.predictions:
                 self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
+                count = self.recipe.train.predictions
+                if pairs := pairs_of(samples[:count], plain.drawings[:count]):
+                    self._files.draw("drawings.png", lambda path: draw_grid(pairs, path))
             # After the picture: a row says that the evaluation is complete.
             self._files.add_evaluation({"step": step} | figures(plain, swapped))
         return Scored(plain=plain, swapped=swapped)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from mmjax.data.sample import is_wordless
 from mmjax.data.types import Sample
 from mmjax.viz.predictions import Prediction, as_image, draw_predictions
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
 """Media [h, w, C] drawn for one sample, by generator; values in the range that is learned."""
+
+_PICTURE = "(a picture)"
 
 
 def draw_answers(
@@ -33,7 +37,7 @@ def draw_answers(
       path: the picture, if one is to be written; its suffix chooses the format (.png, .svg, .pdf).
       title: a line above; "" for none.
       drawings: for each sample, the model's drawings by generator, {"image": (media [h, w, C] in [-1, 1], …)}, which
-        come after its media; () for none.
+        come after its media and the pictures that were to be made; () for none.
 
     Raises:
       ValueError: there is no sample, or there are more or fewer answers or drawings than samples.
@@ -41,16 +45,25 @@ def draw_answers(
     predictions = answers if answers is not None else [None] * len(samples)
     items = [
         Prediction(
-            images=(*_shown(sample), *(as_image((medium + 1) / 2) for media in drawn.values() for medium in media)),
+            images=(*_shown(sample), *map(_as_drawing, (*_targets(sample), *itertools.chain(*drawn.values())))),
             question=sample.question,
-            answer=sample.answer,
-            predicted=answer,
+            answer=_PICTURE if is_wordless(sample) else sample.answer,
+            predicted=None if is_wordless(sample) else answer,
             ok=answer == sample.answer,
             broken=": ".join(sample.broken[1:3]),
         )
         for sample, answer, drawn in zip(samples, predictions, drawings or [{}] * len(samples), strict=True)
     ]
     return draw_predictions(items, path, title=title)
+
+
+def _targets(sample: Sample) -> list[np.ndarray]:
+    """The pictures to be made that have no label."""
+    return [medium for name in sample.noise if not sample.labels.get(name) for medium in sample.media.get(name, ())]
+
+
+def _as_drawing(medium: np.ndarray) -> np.ndarray:
+    return as_image((medium + 1) / 2)
 
 
 def _shown(sample: Sample) -> list[np.ndarray | None]:

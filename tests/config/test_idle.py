@@ -27,6 +27,7 @@ SOURCE: Bindings = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'")
 CALLS: Bindings = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Layout.rank_offset=8")
 HEARD: Bindings = (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0")
 PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank_offset=8", "Digits.draw=1.0")
+STEPPED: Bindings = (*PAINTED, "painter/DiT.process='ddpm'", "painter/DiT.prediction='v'", "painter/DiT.sampler='ddim'")
 FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
 EXPERTS: Bindings = ("llm/Decoder.experts=4",)
@@ -75,6 +76,28 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Digits.noise": ("(0.1, 0.2)", (), HEARD),
     "Digits.draw": ("0.5", (), PAINTED),
     "Digits.drawn_scale": ("2", (), (*PAINTED,)),
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, (*PAINTED, "painter/DiT.times='logit_normal'"))
+        for name, value in {"times_mean": "0.5", "times_std": "0.5"}.items()
+    },
+    "painter/DiT.shift": ("3.0", (*PAINTED, "painter/DiT.dynamic_shift=True"), PAINTED),
+    "painter/DiT.dynamic_shift": ("True", STEPPED, PAINTED),
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, (*PAINTED, "painter/DiT.dynamic_shift=True"))
+        for name, value in {
+            **{"base_shift": "0.6", "max_shift": "0.9", "base_patches": "100", "max_patches": "8192"}
+        }.items()
+    },
+    **{
+        f"painter/DiT.{name}": (value, PAINTED, STEPPED)
+        for name, value in {
+            **{"betas": "'linear'", "beta_start": "0.0001", "beta_end": "0.02", "train_steps": "100"},
+            **{"zero_snr": "True", "min_snr": "5.0", "spacing": "'trailing'", "steps_offset": "1", "eta": "0.5"},
+            **{"end_clean": "False", "clip": "1.0"},
+        }.items()
+    },
+    "painter/DiT.terminal_time": ("0.02", STEPPED, PAINTED),
+    "painter/DiT.guidance_rescale": ("0.7", PAINTED, (*PAINTED, "painter/DiT.guidance=5.0")),
     "Checkpoint.copy_frozen": ("False", (), (*FROZEN, "Checkpoint.init_from='x'")),
     "vision/ViT.rope_theta": ("50.0", ("vision/ViT.positions='learned2d'",), ()),
     "vision/ViT.grid": ("16", (), ("vision/ViT.positions='learned2d'",)),
@@ -184,6 +207,10 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         (*SOURCE, "mine/Source.video='timestamps'"),
         (*SOURCE, "mine/Source.video='positions'", "llm/Decoder.rope_sections=(2, 3, 3)"),
     ),
+    **{
+        f"mine/Source.{name}": (value, SOURCE, (*SOURCE, *PAINTED[:2]))
+        for name, value in {"drawn_size": "(32, 32)", "drawn_pixels": "4096"}.items()
+    },
     "mine/Source.video_sound": ("True", SOURCE, (*SOURCE, *CALLS, "mine/Source.video='timestamps'")),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),
@@ -196,7 +223,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         f"vision/Optimizer.{name}": (value, ("vision/Optimizer.frozen=True",), ())
         for name, value in {
             **{"learning_rate": "0.5", "warmup": "3", "schedule": "'linear'", "weight_decay": "0.3", "b1": "0.3"},
-            **{"b2": "0.3", "eps": "0.5", "rates": "{'layers/*': 0.5}", "layer_decay": "0.3"},
+            **{"b2": "0.3", "eps": "0.5", "ema": "0.9", "rates": "{'layers/*': 0.5}", "layer_decay": "0.3"},
         }.items()
     },
 }
@@ -220,11 +247,11 @@ READ = {
     "v_norm kv_shared_layers per_layer_width keys_as_values norm_plus_one pre_norms post_norms layer_scalar activation "
     "scaled_embed score_width score_cap logit_cap attention_gate delta_heads mask chunk nope_every rope_theta "
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
-    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight steps activation "
-    "attention remat",
+    "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight activation attention "
+    "remat process prediction times drop_condition sampler steps guidance",
     "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
-    "norm_eps flip_sin_to_cos freq_shift timesteps linear_projection upcast_attention canvases loss_weight steps "
-    "attention remat",
+    "norm_eps flip_sin_to_cos freq_shift linear_projection upcast_attention canvases loss_weight attention remat "
+    "process prediction times drop_condition train_steps sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
@@ -234,7 +261,7 @@ READ = {
     "Callbacks": "before after",
     "Lora": "rank path",
     "Source": "kind path media held_out strict cut template system question resize mean std resample draft rounded "
-    "white video pixel_limit byte_limit preset",
+    "white video pixel_limit byte_limit draw preset",
     "Optimizer": "frozen",
     "Weights": "init_from path layer new_tokens",
 }

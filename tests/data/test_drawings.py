@@ -16,6 +16,7 @@ from mmjax.data.loader import StepMaker, make_packer, make_source
 from mmjax.data.log_mel import LogMel
 from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
+from mmjax.data.process import Process
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of, prompt_only, swap_media
 from mmjax.data.spec import DataSpec
@@ -233,3 +234,23 @@ def test_a_generator_is_wanted_for_drawings() -> None:
         make_source(DataSpec(DATA, task=CONFIG), {"vision": SPECS["vision"]}, seed=0, split="train")
     with pytest.raises(ConfigError, match=r"Data\.generator='drawer'"):
         make_source(DataSpec(replace(DATA, generator="drawer"), task=CONFIG), SPECS, seed=0, split="train")
+
+
+def test_a_dropped_condition_reaches_no_token_of_its_drawing() -> None:
+    """The generator's pointers are -1 for such a drawing alone, and all else is as without dropping."""
+    specs = {**SPECS, "painter": replace(SPECS["painter"], process=Process(drop_condition=0.5))}
+    plain = make_source(DataSpec(DATA, task=CONFIG), SPECS, seed=4, split="train")
+    dropping = make_source(DataSpec(DATA, task=CONFIG), specs, seed=4, split="train")
+    samples = [(plain.sample(index), dropping.sample(index)) for index in range(24)]
+    drops = [any(after.dropped.get("painter", ())) for _, after in samples]
+    assert 2 < sum(drops) < 12
+    assert [dropping.sample(index, ()).dropped for index in range(24)] == [after.dropped for _, after in samples]
+    packer = make_packer(DATA, specs, dropping, TOKENIZER, cells=1, global_batch=8, microbatches=1)
+    for before, after in samples:
+        assert before.times == after.times and (before.tokens == after.tokens).all()
+        if before.noise:
+            rows = [packer.microbatch([sample], 8).inputs["painter"] for sample in (before, after)]
+            is_dropped = any(after.dropped.get("painter", ()))
+            assert (rows[1]["index"] == -1).all() == is_dropped and (rows[0]["index"] >= 0).any()
+            for name in ("patches", "targets", "times", "weights", "segments"):
+                np.testing.assert_array_equal(rows[0][name], rows[1][name])

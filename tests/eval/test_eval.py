@@ -114,6 +114,13 @@ def test_score() -> None:
     assert score([], []).character_accuracy == 0 and found.kinds == {}
 
 
+def test_an_answer_that_is_a_picture_alone_counts_neither_as_right_nor_as_wrong() -> None:
+    noise = {"painter": (np.zeros((2, 2, 1), np.float32),)}
+    samples = [sample("1"), dataclasses.replace(sample(""), noise=noise), dataclasses.replace(sample("2"), noise=noise)]
+    assert score(samples, ["1", "", "3"]).exact_match == score(samples[::2], ["1", "3"]).exact_match == 0.5
+    assert score(samples[1:2], [""]).exact_match == 0 and score([sample("")], [""]).exact_match == 1
+
+
 def test_scores_by_kind_and_by_whose_media_are_exchanged() -> None:
     samples = [dataclasses.replace(sample("1"), kind=kind) for kind in ("read", "hear", "read", "both")]
     plain, deaf = score(samples, ["1", "1", "2", "1"]), score(samples, ["1", "0", "1", "0"])

@@ -101,7 +101,7 @@ def reference(c: UNetConfig, one: dict[str, Any]) -> np.ndarray:
         leaves,
         jnp.asarray(one["condition"]),
         jnp.asarray(one["picture"].reshape(rows * columns, -1)),
-        jnp.float32(one["time"] * c.timesteps),
+        jnp.float32(one["time"] * c.train_steps),
         name="painter",
         c=c,
         rows=rows,

@@ -24,6 +24,7 @@ VIT = ViTConfig(patch=2, merge=2)
 ONE = multimodal({"vision": VIT}, LLM)
 THREE = multimodal({name: replace(VIT, merge=m) for m, name in ((1, "a"), (2, "b"), (3, "c"))}, LLM)
 DRAWING = multimodal({"vision": VIT}, LLM, {"painter": DiTConfig(channels=2)})
+DRAWING_ALONE = multimodal({}, LLM, {"painter": DiTConfig(channels=2)})
 BOTH = multimodal({"vision": VIT, "audio": AUDIO}, LLM)
 
 
@@ -55,6 +56,13 @@ def test_a_pure_function_of_the_seed() -> None:
     assert not same(steps_of(ONE, sizes), steps_of(ONE, sizes, seed=1))
     longer = steps_of(ONE, sizes, steps=5)
     assert same(longer[:3], steps_of(ONE, sizes))
+
+
+def test_a_model_without_encoders_draws() -> None:
+    samples = [sample for step in steps_of(DRAWING_ALONE, BatchSizes.of(4, 4)) for sample in step]
+    assert {images(sample) for sample in samples} == {0, 1}
+    drawn = [sample for sample in samples if sample.noise]
+    assert drawn and all(sample.noise["painter"][0].shape == sample.media["painter"][0].shape for sample in drawn)
 
 
 @pytest.mark.parametrize(("cells", "count"), [(4, 4), (8, 3), (2, 8), (12, 3)])

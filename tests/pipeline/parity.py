@@ -124,6 +124,20 @@ MODELS = {
         generators={"painter": DIT, "printer": replace(DIT, merge=1, loss_weight=2.0)},
         projectors={"painter": ProjectorConfig(hidden=12)},
     ),
+    "drawing by a ddpm": model_with(
+        generators={
+            "painter": replace(
+                DIT, process="ddpm", prediction="v", sampler="ddim", zero_snr=True, min_snr=5.0, drop_condition=0.5
+            )
+        }
+    ),
+    "drawing, guided": model_with(
+        generators={
+            "painter": replace(DIT, guidance=3.0, steps=5, shift=2.0),
+            "printer": replace(DIT, merge=1, guidance=0.5, steps=3),
+        },
+        projectors={"painter": ProjectorConfig(hidden=12)},
+    ),
     "drawing, queries": model_with(generators={"painter": QUERIES, "printer": replace(DIT, loss_weight=2.0)}),
     "drawing, unet": model_with(generators={"painter": UNET}, projectors={"painter": ProjectorConfig(hidden=12)}),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),

@@ -361,6 +361,12 @@ SLOW = {
     "drawing, buckets": replace(
         DRAWING, buckets=((2, 16), (3, 32), (4, 32)), microbatches=4, samples=25, clip_norm=0.0
     ),
+    "drawing by a ddpm, conditions dropped": replace(
+        DRAWING, model="drawing by a ddpm", painter=Layout(pp=2, rank_offset=6), microbatches=3, samples=21
+    ),
+    "drawing by a ddpm, one program": replace(
+        DRAWING, model="drawing by a ddpm", vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4)
+    ),
     "drawing, queries": replace(DRAWING, model="drawing, queries"),
     "drawing, queries, two stages, zb-h1": replace(
         DRAWING,

@@ -126,7 +126,8 @@ def _probe(source: Source) -> str:
 
 def _content(sample: Sample) -> str:
     """A hash of tokens, weights and media: hosts may decode differently, or have other files of equal name and size."""
-    by_module = (*sorted(sample.media.items()), *sorted(sample.noise.items()), *sorted(sample.times.items()))
+    named = sample.media, sample.noise, sample.times, sample.dropped
+    by_module = [item for values in named for item in sorted(values.items())]
     arrays = [sample.tokens, sample.loss_weights, *(array for _, arrays in by_module for array in arrays)]
     return hashlib.sha256(b"\0".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
 

@@ -23,7 +23,7 @@ class ArrayRecordReader:
 
     def __init__(self, config: SourceConfig, cache: Path):
         self._paths, self._cache = storage.expand(config.path), cache
-        self._limit, self._question = config.byte_limit, config.question
+        self._limit, self._question, self._draw = config.byte_limit, config.question, config.draw
         self._open: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -53,8 +53,8 @@ class ArrayRecordReader:
         if not data or len(data) > self._limit:
             raise Unusable(f"a record of {len(data)} bytes; 1 to {self._limit} are legal")
         if not data.startswith(b"{"):
-            return record_of(data, self._question)
-        return parse_record(parse_json(data), _no_media, self._question)
+            return record_of(data, self._question, draw=self._draw)
+        return parse_record(parse_json(data), _no_media, self._question, draw=self._draw)
 
     def _file(self, path: str) -> Any:
         if path not in self._open:

@@ -11,7 +11,7 @@ from mmjax.data.chat import TEMPLATES, Template
 from mmjax.data.processor.template import FolderTemplate, read_template
 from mmjax.user_code import CODE, names_code, replace_by_name
 
-KINDS = ("llava", "webdataset", "array_record", "parquet")
+KINDS = ("llava", "webdataset", "array_record", "parquet", "pictures")
 PROMPTS = "messages"
 """The kind of a file of prompts, which `mmjax.generate` writes."""
 FOLDER = "folder"
@@ -47,7 +47,8 @@ class SourceConfig:
     """One dataset of Data.sources.
 
     kind: "llava" (JSON or JSONL of dialogues, and a folder of media), "webdataset" (tar shards), "array_record",
-    "parquet", or "package.module:Factory" for a reader of your own, which needs --allow_code.
+    "parquet", "pictures" (a folder of pictures, a.txt with the caption of a.png), or "package.module:Factory" for a
+    reader of your own, which needs --allow_code.
     path: local path or fsspec URL of the file or files; * and {000..012} name several.
     media: folder to which names of images, recordings and videos are relative; "" = the folder of path.
     held_out: records, evenly spread over all, that are evaluated on and never trained on; 0 evaluates on all.
@@ -57,7 +58,8 @@ class SourceConfig:
     template: text around the turns, "plain", "vicuna", "llama2", "chatml", or "folder" for the chat template of the
     folder in Data.tokenizer. pieces: other texts for its "system", "question" or "answer", such as
     {'question': 'Q: {text} '}. system: the system prompt.
-    question: the question about an image that comes with a caption; the image comes first.
+    question: the question about an image that comes with a caption; the image comes first. Where a generator makes a
+    picture of the caption, the words before it.
 
     resize: "budget" (keep the aspect, scale down to max_pixels and max_patches), "fixed" (every image has size),
     "anyres" (the image at size, and tiles of size of one of the grids), "smart" (sides become multiples of patch *
@@ -77,6 +79,11 @@ class SourceConfig:
     white: whether the colour that a file calls transparent becomes white; else it stays, as alpha channels do nothing.
     pixel_limit: images with more pixels are not decoded. byte_limit: larger records and files are not read.
     max_seconds: recordings are cut to this length.
+
+    draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it.
+    drawn_size: height and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0)
+    keeps the shape of each. drawn_pixels: the most pixels of one that keeps its shape, with sides that are multiples of
+    patch * merge of the generator.
 
     video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL) or
     "positions" (its temporal patches together, their times M-RoPE's first numbers, as in Qwen2-VL and Qwen2.5-VL); ""
@@ -119,6 +126,9 @@ class SourceConfig:
     pixel_limit: int = 50_000_000
     byte_limit: int = 64 << 20
     max_seconds: float = 30.0
+    draw: bool = False
+    drawn_size: tuple[int, int] = (0, 0)
+    drawn_pixels: int = 65536
     video: str = ""
     fps: float = 2.0
     frames: int = 0
@@ -155,7 +165,7 @@ class SourceConfig:
         one_of("Source.resample", self.resample, RESAMPLES)
         for name in ("held_out", "max_pixels", "min_pixels", "max_patches", "edge"):
             not_negative(f"Source.{name}", getattr(self, name))
-        for name in ("pixel_limit", "byte_limit", "max_seconds"):
+        for name in ("pixel_limit", "byte_limit", "max_seconds", "drawn_pixels"):
             positive(f"Source.{name}", getattr(self, name))
         fix = f"must be at most Source.max_pixels ({self.max_pixels})"
         require(not self.max_pixels or self.min_pixels <= self.max_pixels, "Source.min_pixels", self.min_pixels, fix)
@@ -163,6 +173,9 @@ class SourceConfig:
         require(len(self.size) == 2 and min(self.size) > 0, "Source.size", self.size, "must be (height, width)")
         legal = bool(self.grids) and all(len(grid) == 2 and min(grid) > 0 for grid in self.grids)
         require(legal, "Source.grids", self.grids, "must be (rows, columns) pairs, such as ((1, 2), (2, 1), (2, 2))")
+        legal = len(self.drawn_size) == 2 and (min(self.drawn_size) > 0 or not any(self.drawn_size))
+        fix = "must be (height, width), or (0, 0) for each picture's own"
+        require(legal, "Source.drawn_size", self.drawn_size, fix)
         self._check_video()
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
@@ -196,6 +209,8 @@ class SourceConfig:
             name for name in ("max_pixels", "min_pixels", "max_patches") if not getattr(self, name)
         }  # 0: no limit
         unread = {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
+        sized = f"Source.drawn_size={self.drawn_size} decides the size"
+        unread |= {"drawn_pixels": sized} if any(self.drawn_size) else {}
         return unread | self._idle_of_videos()
 
     def _idle_of_videos(self) -> dict[str, str]:

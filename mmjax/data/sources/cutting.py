@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.data.sources.media import Media
-from mmjax.data.sources.places import IMAGE, RECORDING, VIDEO
+from mmjax.data.sources.places import DRAWING, IMAGE, RECORDING, VIDEO
 from mmjax.data.sources.record import Record
 from mmjax.data.turns import SYSTEM, USER, Turn
 
@@ -40,4 +40,5 @@ def cut(record: Record, count: int) -> Record:
         turns=turns[:count],
         images=media(record.images, IMAGE, VIDEO),
         recordings=media(record.recordings, RECORDING),
+        targets=media(record.targets, DRAWING),
     )

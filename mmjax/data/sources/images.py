@@ -150,7 +150,7 @@ class Pictures:
 
     def _plan(self, size: Size, *, alone: bool) -> list[Step]:
         try:
-            steps = plan(size, self.config, self.spec, alone=alone)
+            steps = self._steps(size, alone=alone)
         except ValueError as error:
             raise Unusable(str(error)) from None
         if any(is_too_thin(size, step) for step in steps):
@@ -158,6 +158,10 @@ class Pictures:
             shown = f"{size[1]}x{size[0]} pixels are too thin for Source.resize={self.config.resize!r}"
             raise Unusable(f"{shown}: {cause}; cut the image")
         return steps
+
+    def _steps(self, size: Size, *, alone: bool) -> list[Step]:
+        """The steps that make the media of an image of this size. Raises ValueError if the rule takes no such image."""
+        return plan(size, self.config, self.spec, alone=alone)
 
     def _covered(self, size: Size) -> Size:
         """The size without the pixels at the right and the bottom that no whole patch covers."""

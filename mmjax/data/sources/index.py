@@ -29,7 +29,7 @@ from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 from mmjax.json_files import parse
 
-FORMAT = "mmjax-index-8"
+FORMAT = "mmjax-index-9"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -64,6 +64,7 @@ class Measured(NamedTuple):
     images: for each image or video, (height, width) of each medium that it becomes. originals: (height, width) of each.
     clips: (frames, frames a second) of each, (0, 0) for an image.
     recordings: number of frames of each.
+    targets: for each picture to be made, the number of its generator, from 0, height and width.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Measured(NamedTuple):
     originals: tuple[tuple[int, int], ...]
     recordings: tuple[int, ...]
     clips: tuple[tuple[int, float], ...]
+    targets: tuple[tuple[int, int, int], ...] = ()
     key: int = 0
 
 
@@ -98,6 +100,8 @@ class Index:
       original_ends: int64 [N], the end of each record's rows in `originals` and `clips`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
+      targets: int32 [·, 3], for each picture to be made: the number of its generator, height, width.
+      target_ends: int64 [N], the end of each record's rows in `targets`.
       keys: uint64 [N], hashes by which records are recognised in changed data; see `known_records`.
       names: names of the records.
       faults: the fields of a `Fault` in turn, for each record left out.
@@ -117,6 +121,8 @@ class Index:
     original_ends: np.ndarray
     recordings: np.ndarray
     recording_ends: np.ndarray
+    targets: np.ndarray
+    target_ends: np.ndarray
     keys: np.ndarray
     names: Strings
     faults: Strings
@@ -149,6 +155,14 @@ class Index:
     def frames(self, record: int) -> list[int]:
         """Number of frames of each recording of a record; `record` as in `sizes`."""
         return self.recordings[_span(self.recording_ends, record)].tolist()
+
+    def targets_of(self, record: int) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The number of the generator of a record's pictures to be made, and (height, width) of each.
+
+        (0, ()) without any; `record` as in `sizes`.
+        """
+        rows = self.targets[_span(self.target_ends, record)].tolist()
+        return (rows[0][0] if rows else 0), tuple((height, width) for _, height, width in rows)
 
     @property
     def scanned(self) -> int:
@@ -323,7 +337,7 @@ def key_of(record: Record, question: str) -> int:
     ]
     media = [
         hashlib.blake2b(medium.data, digest_size=16).hexdigest() if medium.data is not None else medium.name
-        for medium in (*record.images, *record.recordings)
+        for medium in (*record.images, *record.recordings, *record.targets)
     ]
     contents = json.dumps([record.id, record.system, turns, media], sort_keys=True, default=str)
     return key_of_contents(contents.encode())
@@ -352,6 +366,8 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         original_ends=np.cumsum([len(record.originals) for record in records], dtype=np.int64),
         recordings=np.asarray([n for record in records for n in record.recordings], np.int32),
         recording_ends=np.cumsum([len(record.recordings) for record in records], dtype=np.int64),
+        targets=np.asarray([target for record in records for target in record.targets], np.int32).reshape(-1, 3),
+        target_ends=np.cumsum([len(record.targets) for record in records], dtype=np.int64),
         keys=unique_keys([record.key for record in records]),
         names=Strings.of(record.name for record in records),
         faults=Strings.of(text for fault in faults for text in fault),

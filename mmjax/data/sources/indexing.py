@@ -42,6 +42,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         name: [spec.patch, spec.merge, spec.channels, asdict(spec.log_mel) if spec.log_mel else None]
         + ([spec.most_tiles] if spec.newline else [])
         + ([spec.frames] if spec.frames > 1 else [])
+        + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
@@ -132,7 +133,7 @@ class Indexer:
         try:
             record = self.reader.read(entry.place)
             heard = self.records.heard(record)
-            for media in (*heard.images, *heard.recordings):
+            for media in (*heard.images, *heard.recordings, *heard.targets):
                 if media.is_video:
                     files |= dict.fromkeys(files_of(media))
                 elif media.path and not storage.is_url(media.path):
@@ -156,6 +157,7 @@ class Indexer:
             originals=tuple(image.original for image in tokenized.images),
             recordings=tuple(tokenized.recordings),
             clips=tuple(image.clip or (0, 0.0) for image in tokenized.images),
+            targets=self.records.numbered(tokenized.targets),
             key=indexes.key_of(record, self.records.config.question),
         )
 

@@ -14,9 +14,9 @@ MASKS = ("mask", "masked", "loss_mask", "ignore", "ignore_loss", "train_detail",
 """Keys that exclude something from learning in ways that mmjax does not read."""
 TURN = ("from", "role", "value", "content", *WEIGHTS, *MASKS)
 """Keys of a turn that mmjax reads; others are for a folder's template."""
-_TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "system", "tools")
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-RECORD = (*_TEXTS, *MEDIA, "id", "label", "functions", *WEIGHTS, *MASKS)
+_TEXTS = ("conversations", "messages", "question", "answer", "caption", "text", "instruction", "system", "tools")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos", "target", "targets", "file_name")
+RECORD = (*_TEXTS, *MEDIA, "generator", "id", "label", "functions", *WEIGHTS, *MASKS)
 """Keys of a record that mmjax reads."""
 
 

@@ -36,7 +36,8 @@ def make_reader(name: str, config: SourceConfig, cache: Path) -> Reader:
 def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
     # Imported when wanted: each imports another library.
     if not config.path:
-        example = {"llava": "data.json", "webdataset": "shards/{000..012}.tar"}.get(config.kind, f"data.{config.kind}")
+        examples = {"llava": "data.json", "webdataset": "shards/{000..012}.tar", "pictures": "my_pictures"}
+        example = examples.get(config.kind, f"data.{config.kind}")
         raise ConfigError(f"{name}/Source.path='': name the file or files of the data, such as {example!r}")
     if config.kind in ("llava", PROMPTS):
         from mmjax.data.sources.llava import LlavaReader
@@ -50,6 +51,10 @@ def _built_in(name: str, config: SourceConfig, cache: Path) -> Reader:
         from mmjax.data.sources.array_record import ArrayRecordReader
 
         return ArrayRecordReader(config, cache)
+    if config.kind == "pictures":
+        from mmjax.data.sources.captioned import CaptionedReader
+
+        return CaptionedReader(config)
     from mmjax.data.sources.parquet import ParquetReader
 
     return ParquetReader(config)

@@ -22,6 +22,7 @@ class LlavaReader:
         self._paths = storage.expand(config.path)
         self._folder = storage.media_folder(config.path, config.media)
         self._limit, self._question, self._prompts = config.byte_limit, config.question, config.kind == PROMPTS
+        self._draw = config.draw
 
     def files(self) -> Sequence[str]:
         """The JSON files; the index adds the media."""
@@ -41,7 +42,7 @@ class LlavaReader:
         """The record whose JSON is at a place. Raises Unusable if it cannot be used."""
         file, start, size = place
         value = parse_json(storage.read(self._paths[file], start, size, limit=self._limit))
-        return parse_record(value, self._find, self._question, is_prompt=self._prompts)
+        return parse_record(value, self._find, self._question, is_prompt=self._prompts, draw=self._draw)
 
     def _find(self, name: object, kind: str) -> Media:
         if not isinstance(name, str):

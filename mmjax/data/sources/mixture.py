@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from mmjax.configurable import require
+from mmjax.data.noise import with_noise
 from mmjax.data.sources.known_records import KnownRecords, digest_of
 from mmjax.data.sources.left_out import LeftOut
 from mmjax.data.sources.mixing import Mixing, held_out, in_turn, nth_trained
@@ -39,7 +40,7 @@ class Mixture:
         split: str,
         known: Mapping[str, KnownRecords] | None = None,
     ):
-        self.sources, self.split, self._known = tuple(sources), split, known or {}
+        self.sources, self.split, self.seed, self._known = tuple(sources), split, seed, known or {}
         self._held_out = [_held_out_records(source, self._known.get(source.name)) for source in sources]
         counts = [(len(source), len(numbers)) for source, numbers in zip(sources, self._held_out, strict=True)]
         trained = [total - held_out for total, held_out in counts]
@@ -114,9 +115,14 @@ class Mixture:
         return source.meta(record)
 
     def sample(self, index: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
-        """Sample `index`, with the media of the encoders `media` alone (by default of all); see `Source`."""
+        """Sample `index`, with the media of the encoders `media` alone (by default of all); see `Source`.
+
+        Pictures to be made have noise and times, unless something of the record is broken.
+        """
         source, record = self.record(index)
-        return source.sample(record, media, learned=learned)
+        sample = source.sample(record, media, learned=learned)
+        counts = {name: len(grids) for name, grids in source.meta(record).grids.items()}
+        return with_noise(sample, source.generators, counts, seed=self.seed, split=self.split, index=index)
 
     def worst_case(self) -> WorstCase:
         """The largest counts over all records of all sources, held out or not."""

@@ -1,5 +1,6 @@
 """Parquet tables as Hugging Face writes them: `image` or `images` (bytes, or structs of `bytes` and `path`), and
-`conversations`, `messages`, `question` and `answer`, `caption` or `text`. Images with a path alone are files.
+`conversations`, `messages`, `question` and `answer`, `caption` or `text`. Images with a path alone are files. `target`
+or `targets` have the pictures to be made.
 
 A row is read with its row group, and the last few groups are kept; write groups of a hundred rows or so. The memory of
 a group is computed from page headers before it is decoded. A group that takes too much for its stored size is refused.
@@ -31,7 +32,7 @@ class ParquetReader:
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
-        self._question, self._limit = config.question, config.byte_limit
+        self._question, self._limit, self._draw = config.question, config.byte_limit, config.draw
         self._folder = storage.media_folder(config.path, config.media)
         self._open: dict[str, Any] = {}
         self._groups: OrderedDict[tuple[int, int], tuple[Any, int]] = OrderedDict()
@@ -72,7 +73,7 @@ class ParquetReader:
         if size > self._limit:
             raise Unusable(f"the row takes {size} bytes in memory; at most {self._limit} (Source.byte_limit)")
         (value,) = values.to_pylist()
-        return parse_record(_without_nulls(value), self._find, self._question)
+        return parse_record(_without_nulls(value), self._find, self._question, draw=self._draw)
 
     def _find(self, value: object, kind: str) -> Media:
         if isinstance(value, Mapping):

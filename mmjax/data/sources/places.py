@@ -14,10 +14,10 @@ from mmjax.data.sources.media import Media
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import as_text
 
-IMAGE, RECORDING, AUDIO, VIDEO = "<image>", "<recording>", "<audio>", "<video>"
-PLACES = {"image": "\ufdd6", "recording": "\ufdd7", "video": "\ufdd8"}
+IMAGE, RECORDING, AUDIO, VIDEO, DRAWING = "<image>", "<recording>", "<audio>", "<video>", "<drawing>"
+PLACES = {"image": "\ufdd6", "recording": "\ufdd7", "video": "\ufdd8", "drawing": "\ufdd9"}
 """Characters for the places of parts while a dialogue is read. Unicode reserves them: no text has them."""
-_MARKS = {"image": (IMAGE,), "recording": (RECORDING, AUDIO), "video": (VIDEO,)}
+_MARKS = {"image": (IMAGE,), "recording": (RECORDING, AUDIO), "video": (VIDEO,), "drawing": (DRAWING,)}
 """The marks of each sort in texts; the first one stands in the text of a record."""
 _SOUND = ("use_audio_in_video", "load_audio_from_video")
 """Keys of a video's part that say whether its sound track is heard."""
@@ -29,6 +29,8 @@ _OF_VIDEO = {
     **dict.fromkeys(("resized_height", "resized_width", "video_start", "video_end"), "write another file"),
 }
 """Keys that other libraries read in a video's part, and what to do instead."""
+_KEYS = {"recording": "audio", "drawing": "image"}
+"""Types of parts with media of a sort, where the type is another word."""
 _SEEN = ("image", "video")
 """Sorts whose marks, in records that name no medium, mean that media are missing."""
 Find = Callable[[object, str], Media]
@@ -46,7 +48,7 @@ def is_empty(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """The place of a medium in the dialogue.
 
     Attributes:
@@ -68,19 +70,19 @@ class Places:
     Add all texts and parts in the order of the dialogue, then call `fill`.
 
     Args:
-      sort: "image", "recording" or "video".
+      sort: "image", "recording" or "video"; "drawing" for pictures to be made, whose places `Targets` fills.
       find: makes a medium from its value.
     """
 
     def __init__(self, sort: str, find: Find):
         self.sort, self._find = sort, find
         self._marks = _MARKS[sort]
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
 
     def add_text(self, text: str, *, is_question: bool) -> None:
         """Adds the places of the marks in a text; they may still turn out to be mere text."""
         count = sum(map(text.count, self._marks))
-        self._places += [_Place(is_part=False, is_question=is_question)] * count
+        self._places += [Place(is_part=False, is_question=is_question)] * count
 
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
         """Adds the place of a part of a turn, and returns the character of `PLACES` that stands for it in the text.
@@ -91,7 +93,7 @@ class Places:
         for key in _OF_VIDEO if self.sort == "video" else ():
             if part.get(key):
                 raise Unusable(f"a video has {key}={str(part[key])[:40]}, which is not read: {_OF_VIDEO[key]}")
-        sort = "audio" if self.sort == "recording" else self.sort
+        sort = _KEYS.get(self.sort, self.sort)
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None
         if isinstance(value, Mapping) and not is_empty(value.get("url")):
@@ -104,7 +106,7 @@ class Places:
             if not isinstance(part.get(key) or False, bool):
                 raise Unusable(f"a video has {key}={str(part[key])[:40]}: it must be true or false")
             is_heard = is_heard or bool(part.get(key))
-        self._places.append(_Place(is_part=True, is_question=is_question, medium=medium, is_heard=is_heard))
+        self._places.append(Place(is_part=True, is_question=is_question, medium=medium, is_heard=is_heard))
         return PLACES[self.sort]
 
     def fill(self, beside: Sequence[object], texts: Sequence[str], *, is_named: bool) -> Filled:
@@ -118,8 +120,7 @@ class Places:
         Raises:
           Unusable: there are more or fewer media than places.
         """
-        beside = [] if all(map(is_empty, beside)) else beside
-        listed = [self._found(value) for value in beside]
+        listed = self._listed(beside)
         parts = [place for place in self._places if place.is_part]
         chosen = {place.medium for place in parts if isinstance(place.medium, int)}
         following = [medium for at, medium in enumerate(listed) if at not in chosen]
@@ -144,7 +145,7 @@ class Places:
         heard = [replace(of_place, is_heard=place.is_heard) for of_place, place in zip(assigned, places, strict=True)]
         return Filled(sort=self.sort, media=tuple(heard), marks=marks)
 
-    def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[_Place]:
+    def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:
         """The places to fill: marks beside parts, in answers or in records without media may be mere text.
 
         count: number of the record's media that no part has chosen by number.
@@ -162,6 +163,10 @@ class Places:
             return []
         marks = len(self._places)
         raise Unusable(f"the dialogue has {marks} {self._marks[0]} marks for {count} {self.sort}s: name {marks}")
+
+    def _listed(self, beside: Sequence[object]) -> list[Media]:
+        """The record's media; none if all of the values are empty."""
+        return [] if all(map(is_empty, beside)) else [self._found(value) for value in beside]
 
     def _found(self, value: object) -> Media:
         if is_empty(value):
@@ -183,7 +188,7 @@ class Filled:
     """The media of one sort in the order of their places.
 
     Attributes:
-      sort: "image", "recording" or "video".
+      sort: "image", "recording", "video" or "drawing".
       media: the media.
       marks: whether marks in questions are places, and whether marks in answers are; else they are mere text.
     """

@@ -13,6 +13,7 @@ import numpy as np
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.derived import in_text
+from mmjax.data.processor.template import MEDIUM
 from mmjax.data.sample import EncodedDialogue, loss_weight
 from mmjax.data.sources import index as indexes
 from mmjax.data.sources.config import SourceConfig
@@ -21,9 +22,10 @@ from mmjax.data.sources.images import Measure
 from mmjax.data.sources.indexing import Indexer, index_settings
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.observer import IndexObserver
+from mmjax.data.sources.places import DRAWING
 from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.sources.storage import Unreachable, Unusable
-from mmjax.data.sources.tokenized import RecordTokenizer, TokenizedRecord
+from mmjax.data.sources.tokenized import RecordTokenizer, Targets, TokenizedRecord
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import is_prompt, last_answer, last_question, without_literals
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
@@ -89,6 +91,11 @@ class PreparedRecords:
         arrays, of_paths = self.index.arrays().items(), ("names", "faults", "files")
         return indexes.digest({name: array for name, array in arrays if name.split(".")[0] not in of_paths})
 
+    @property
+    def generators(self) -> dict[str, EncoderSpec]:
+        """Specs of the generators that make pictures of records, by name."""
+        return {name: self._records.encoders[name] for name in self._records.drawings}
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -114,6 +121,8 @@ class PreparedRecords:
         faults: list[Fault] = []
         tokenized, encoders = self._tokenized(number, faults), self._records.encoders
         wanted = set(encoders) if media is None else set(media)
+        # A generator learns nothing of a record of which some part is broken either.
+        learned = learned or any(encoders[name].drawn for name in wanted & set(encoders))
         tried = set(encoders) if learned and not self.config.strict else wanted
         opened = {name: self._media(name, number, tokenized, faults) for name in self._sizes(number) if name in tried}
         dialogue = tokenized.dialogue if tokenized else self._blank(number)
@@ -145,6 +154,9 @@ class PreparedRecords:
         index, image, audio = self.index, self._records.image, self._records.audio
         media = {image: index.images[:, 1:], audio: index.recordings[:, None]}
         ends = {image: index.image_ends, audio: index.recording_ends}
+        for number, name in enumerate(self._records.generators):
+            is_made = index.targets[:, 0] == number
+            media[name], ends[name] = index.targets[is_made, 1:], np.cumsum([0, *is_made])[index.target_ends]
         specs = {name: spec for name, spec in self._records.encoders.items() if len(media[name])}
         patches = {name: np.prod(media[name] // spec.patch, axis=1) for name, spec in specs.items()}
         return WorstCase(
@@ -158,11 +170,17 @@ class PreparedRecords:
     # ---- from the index ----------------------------------------------------------------------------------------------
 
     def _sizes(self, number: int) -> dict[str, list[tuple[int, ...]]]:
-        """Sizes of the media of a record by encoder; an encoder without media is left out."""
+        """Sizes of the media of a record by encoder or generator; one without media is left out."""
         images = [size for media in self.index.sizes(number) for size in media]
         recordings = [(frames,) for frames in self.index.frames(number)]
-        by_encoder = {self._records.image: images, self._records.audio: recordings}
-        return {name: sizes for name, sizes in by_encoder.items() if sizes}
+        targets = self._targets(number)
+        by_encoder = {self._records.image: images, self._records.audio: recordings, targets.generator: targets.sizes}
+        return {name: list(sizes) for name, sizes in by_encoder.items() if sizes}
+
+    def _targets(self, number: int) -> Targets:
+        """The sizes of a record's pictures to be made."""
+        generator, sizes = self.index.targets_of(number)
+        return Targets(generator=self._records.generators[generator], sizes=sizes) if sizes else Targets()
 
     def _images(self, number: int) -> list[Measure]:
         """The sizes of a record's images and videos."""
@@ -170,14 +188,14 @@ class PreparedRecords:
 
     def _prompt_media(self, number: int, dialogue: EncodedDialogue) -> dict[str, int]:
         """Number of media before the last answer, by encoder."""
-        image, audio = self._records.image, self._records.audio
+        image = self._records.image
         images = self.index.sizes(number)[: dialogue.before.get(image, 0)]
-        counts = {image: sum(map(len, images)), audio: dialogue.before.get(audio, 0)}
-        return {name: counts[name] for name in self._sizes(number)}
+        counts = {**dialogue.before, image: sum(map(len, images))}
+        return {name: counts.get(name, 0) for name in self._sizes(number)}
 
     def _blank(self, number: int) -> EncodedDialogue:
         length = int(self.index.tokens[number])
-        return self._records.blank(self._images(number), self.index.frames(number), length)
+        return self._records.blank(self._images(number), self.index.frames(number), self._targets(number), length)
 
     def _tiled(self, number: int) -> dict[str, tuple[Tiled, ...]]:
         """How each image of a record was cut; nothing if the LLM takes the encoder's media one by one."""
@@ -202,6 +220,8 @@ class PreparedRecords:
             return "", ""
         turns, format_text = tokenized.record.dialogue, self._records.template.formatted
         answer = "" if is_prompt(turns) else tokenized.dialogue.answer or turns[last_answer(turns)].text
+        if tokenized.record.targets:  # no text that the model says stands for a picture
+            answer = answer.replace(DRAWING, "").replace(MEDIUM, "")
         return format_text(without_literals(last_question(turns))), format_text(without_literals(answer))
 
     def _tokenized(self, number: int, faults: list[Fault]) -> TokenizedRecord | None:
@@ -210,10 +230,11 @@ class PreparedRecords:
         with self._noting(faults, number):
             record = self._records.heard(self.reader.read(tuple(index.places[number].tolist())))
             shortened = cut(record, int(index.turns[number]))
-            images, recordings = self._images(number), index.frames(number)
-            if (len(shortened.images), len(shortened.recordings)) == (len(images), len(recordings)):
+            images, recordings, targets = self._images(number), index.frames(number), self._targets(number)
+            counts = len(shortened.images), len(shortened.recordings), len(shortened.targets)
+            if counts == (len(images), len(recordings), len(targets.sizes)):
                 alone = len(record.images) == 1
-                tokenized = self._records.tokenize(shortened, images, recordings, alone=alone)
+                tokenized = self._records.tokenize(shortened, images, recordings, targets=targets, alone=alone)
                 weight = loss_weight(np.asarray(tokenized.dialogue.weights, np.float32))
                 if (len(tokenized.dialogue.tokens), weight) == (index.tokens[number], index.weights[number]):
                     return tokenized
@@ -224,15 +245,13 @@ class PreparedRecords:
         self, name: str, number: int, tokenized: TokenizedRecord | None, faults: list[Fault]
     ) -> tuple[np.ndarray, ...]:
         """The media of an encoder. Unreadable media are blank; the reasons are added to `faults`."""
-        is_image, encoded = name == self._records.image, ()
-        if is_image:
+        encoded = tokenized.encoded(name, self._records) if tokenized else ()
+        if name == self._records.image:
             measures: list[Measure | None] = [*self._images(number)]
             sizes_of_files: list[list[Any]] = [*self.index.sizes(number)]
         else:
-            sizes_of_files = [[(frames,)] for frames in self.index.frames(number)]
+            sizes_of_files = [[size] for size in self._sizes(number)[name]]
             measures = [None] * len(sizes_of_files)
-        if tokenized:
-            encoded = tokenized.record.images if is_image else tokenized.record.recordings
         media: list[np.ndarray] = []
         for at, (sizes, measure) in enumerate(zip(sizes_of_files, measures, strict=True)):
             spec = self._records.encoders[name]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmjax import json_files
+from mmjax.data.sources.drawings import Drawings, makes_picture, with_marks
 from mmjax.data.sources.keys import TURN, require_plain, shown, unread, weight_of
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, in_text_order, is_empty
@@ -39,6 +40,8 @@ _MOST_VALUES = 1 << 20
 _SORTS = {"image": ("image", "images"), "recording": ("audio", "audios"), "video": ("video", "videos")}
 """Keys of a record with its media, by the sort of media; the first is also a type of parts."""
 _TYPES = tuple(single for single, _ in _SORTS.values())
+_TARGETS = ("target", "targets")
+"""Keys of a record with the pictures that a generator is to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class Record:
         them mark the places of the media.
       images: its images and videos, in the order of their marks; those without a mark come first, videos after images.
       recordings: its recordings, in the order of their marks.
+      targets: the pictures that a generator is to make, in the order of their marks, `<drawing>`, in answers.
+      generator: the generator that makes them; "" = `Data.generator`.
       system: its system prompt; "" = the source's.
       tools: descriptions of the tools that the model may call.
       id: its id in the data, for messages; "" without one.
@@ -59,6 +64,8 @@ class Record:
     turns: Turns
     images: tuple[Media, ...] = ()
     recordings: tuple[Media, ...] = ()
+    targets: tuple[Media, ...] = ()
+    generator: str = ""
     system: str = ""
     tools: tuple[Any, ...] = ()
     id: str = ""
@@ -114,7 +121,9 @@ def parse_json(data: bytes, name: str = "") -> Any:
         ) from None
 
 
-def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bool = False) -> Record:
+def parse_record(
+    value: object, find: Find, question: str = "", *, is_prompt: bool = False, draw: bool = False
+) -> Record:
     """A record from a JSON object, or a row of a table.
 
     Turns are in `conversations` or `messages` (LLaVA's `from`, `value`; or `role`, `content`), in `question` and
@@ -123,16 +132,20 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
     or, as in Hugging Face's data, a list of parts of type "text", "image", "audio" or "video". A part may have a
     medium; else it takes the record's next one.
 
+    Pictures to be made are in `target` or `targets`, or are parts of answers with `"generate": true`. A caption, text
+    or `instruction` beside them is the user's, behind `question`, and an answer to it may be left out.
+
     Args:
       value: the object, with the keys above.
       find: makes a `Media` from a value of a medium in the object, and "image", "recording" or "video":
         `lambda value, kind: Media(name=value, path=f"images/{value}")`.
       question: the question that a caption answers.
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
+      draw: whether the images of a caption are to be made of it.
 
     Returns:
-      `turns`, in whose texts "<image>", "<video>" and "<recording>" mark the places of media, and `images` (with
-      videos) and `recordings`, the `Media` in the order of their marks; `id` is "" without one.
+      `turns`, in whose texts "<image>", "<video>", "<recording>" and "<drawing>" mark the places of media, and `images`
+      (with videos), `recordings` and `targets`, the `Media` in the order of their marks; `id` is "" without one.
 
     Raises:
       Unusable: it is no record, or has something that mmjax cannot train on.
@@ -142,16 +155,31 @@ def parse_record(value: object, find: Find, question: str = "", *, is_prompt: bo
     label = value.get("id")
     name = str(label)[:80] if isinstance(label, (str, int)) else ""
     try:
-        return replace(_parsed(value, find, question, is_prompt=is_prompt), id=name)
+        return replace(_parsed(_with_targets(value, draw=draw), find, question, is_prompt=is_prompt), id=name)
     except Unusable as error:
         error.record = name
         raise
 
 
+def _with_targets(value: Mapping[str, Any], *, draw: bool) -> Mapping[str, Any]:
+    """The record with its image under "images", if it is called `file_name`, and the images of a caption to be drawn
+    under "targets".
+    """
+    if "file_name" in value and not any(key in value for key in _SORTS["image"]):
+        value = {**value, "images": value["file_name"]}
+    key = _caption_key(value)
+    if not (draw and key) or _makes(value):
+        return value
+    images = _listed(value, *_SORTS["image"])
+    if not images:
+        raise Unusable(f"a {key} without the picture that is to be made of it (Source.draw)")
+    return {**{key: item for key, item in value.items() if key not in _SORTS["image"]}, "targets": images}
+
+
 def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: bool) -> Record:
     require_plain(value)
-    places = tuple(Places(sort, find) for sort in _SORTS)
-    turns = _turns(value, question, places)
+    places, drawings = tuple(Places(sort, find) for sort in _SORTS), Drawings(find)
+    turns = _turns(value, question, (*places, drawings))
     system = _text(value, "system") if value.get("system") else ""
     if turns and turns[0].role == SYSTEM:
         if system not in ("", turns[0].text):
@@ -163,10 +191,13 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
         of_kind.fill(_listed(value, *keys), texts, is_named=any(key in value for key in keys))
         for of_kind, keys in zip(places, _SORTS.values(), strict=True)
     ]
-    if not any(of_kind.media for of_kind in filled):
+    to_make = drawings.fill(_listed(value, *_TARGETS), texts, is_named=_makes(value))
+    if is_prompt and to_make.media:
+        raise Unusable("a prompt has a picture to be made: leave out targets and generate")
+    if not any(of_kind.media for of_kind in (*filled, to_make)):
         _require_no_medium(value, question)
     written: list[Turn] = []
-    for turn in turns:
+    for turn in with_marks(turns, to_make):
         text = turn.text
         for of_kind in filled:
             text = of_kind.text(text, is_question=not turn.is_answer)
@@ -176,10 +207,17 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
         turns=tuple(written),
         images=in_text_order([turn.text for turn in written], {IMAGE: images, VIDEO: videos}),
         recordings=recordings,
+        targets=to_make.media,
+        generator=drawings.generator(value),
         system=system,
         tools=_tools(value),
         unread=unread(value),
     )
+
+
+def _makes(value: Mapping[str, Any]) -> bool:
+    """Whether a record names pictures to be made outside of its messages."""
+    return bool(_listed(value, *_TARGETS))
 
 
 def _require_answer(turns: Sequence[Turn], *, is_prompt: bool) -> None:
@@ -195,7 +233,7 @@ def _require_no_medium(value: Mapping[str, Any], question: str) -> None:
     """Refuses a caption whose medium is missing: nothing to caption. Raises Unusable."""
     key = _caption_key(value)
     names = [name for keys in _SORTS.values() for name in keys if name in value]
-    if key and (question or names):
+    if key and (question or names or _makes(value)):
         lacks = f"{names[0]}={shown(value[names[0]])}" if names else "it has no image, no video and no recording"
         raise Unusable(f"a {key} without its medium: {lacks}")
 
@@ -205,7 +243,8 @@ def _caption_key(value: Mapping[str, Any]) -> str:
     forms = ("conversations", "messages", "question", "answer")
     if any(value.get(key) is not None for key in forms):
         return ""
-    return next((key for key in ("caption", "text") if value.get(key) is not None), "")
+    keys = ("caption", "text", *(("instruction",) if _makes(value) else ()))
+    return next((key for key in keys if value.get(key) is not None), "")
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -236,11 +275,13 @@ def _turns(value: Mapping[str, Any], question: str, places: Sequence[Places]) ->
     if messages is not None:
         return _dialogue(messages, places, weight)
     if value.get("question") is not None or value.get("answer") is not None:
-        texts = _text(value, "question"), _text(value, "answer")
+        questioned, has_answer = _text(value, "question"), value.get("answer") is not None or not _makes(value)
+        texts = questioned, _text(value, "answer") if has_answer else ""
     elif key := _caption_key(value):
-        texts = question, _text(value, key)
-        if not texts[1].strip():
-            raise Unusable(f"{key}={shown(texts[1])} says nothing")
+        caption = _text(value, key)
+        if not caption.strip():
+            raise Unusable(f"{key}={shown(caption)} says nothing")
+        texts = (f"{question} {caption}" if question else caption, "") if _makes(value) else (question, caption)
     else:
         raise Unusable("has no conversations, messages, question and answer, caption or text")
     for of_kind in places:
@@ -293,7 +334,8 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_
             for of_kind in places:
                 of_kind.add_text(texts[-1], is_question=is_question)
         elif sort in _TYPES and places:
-            texts.append(places[_TYPES.index(sort)].add_part(part, is_question=is_question))
+            of_kind = places[-1 if makes_picture(part, sort) else _TYPES.index(sort)]
+            texts.append(of_kind.add_part(part, is_question=is_question))
         else:
             legal = "text, image, audio and video" if places else "text"
             raise Unusable(f"a part of {key} is of type {str(part.get('type'))[:40]!r}: {legal} can be read")

@@ -146,11 +146,22 @@ def _fitted(size: Size, config: SourceConfig) -> Step:
         at = (wanted[0] - inside[0]) // 2, (wanted[1] - inside[1]) // 2
         return Step(size=inside, crop=(0, 0, *inside), at=at, canvas=wanted)
     square = config.fit == "square"
-    size = (max(size), max(size)) if square else size
-    if config.edge:
+    return covering((max(size), max(size)) if square else size, wanted, edge=config.edge, square=square)
+
+
+def covering(size: Size, wanted: Size, *, edge: int = 0, square: bool = False) -> Step:
+    """The step that scales an image, aspect kept, until it covers `wanted`, and cuts this from its middle.
+
+    Args:
+      size: height and width of the image, in pixels.
+      wanted: height and width of the medium.
+      edge: the shorter side to which the image is scaled instead; 0 for none.
+      square: see `Step`.
+    """
+    if edge:
         short, long = sorted(size)
-        longer = int(config.edge * long / short)
-        over = (config.edge, longer) if size[0] <= size[1] else (longer, config.edge)
+        longer = int(edge * long / short)
+        over = (edge, longer) if size[0] <= size[1] else (longer, edge)
     else:
         scale = max(wanted[0] / size[0], wanted[1] / size[1])
         over = max(wanted[0], round(size[0] * scale)), max(wanted[1], round(size[1] * scale))

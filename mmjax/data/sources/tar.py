@@ -24,8 +24,10 @@ RECORDINGS = ("wav", "flac", "ogg", "oga", "opus", "mp3")
 """Endings of members that are media; the format is recognised by the bytes."""
 _TEXTS = ("json", "txt")
 _TURNS = ("conversations", "messages", "question", "answer")
-_NAMES = ("image", "images", "audio", "audios")
+_NAMES = ("image", "images", "audio", "audios", "file_name")
 """Keys of a sample's JSON that name its media in other layouts; they are ignored."""
+_TARGETS = ("target", "targets")
+"""Keys of a sample's JSON that name the members that are pictures to be made."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -101,14 +103,16 @@ def _fault(info: tarfile.TarInfo) -> str:
     return "" if info.isreg() and not info.issparse() else f"member {info.name[:80]!r} is no plain file"
 
 
-def record_of(data: bytes, question: str) -> Record:
+def record_of(data: bytes, question: str, *, draw: bool = False) -> Record:
     """The record of a tar with the members of one sample, such as "000000.json" and "000000.0.png".
 
-    The JSON has the keys that `parse_record` reads, or a ".txt" has the caption; media are images and recordings.
+    The JSON has the keys that `parse_record` reads, or a ".txt" has the caption; media are images and recordings. A
+    "target" of the JSON is the name of a member, without the sample's: "target.png" for "000000.target.png".
 
     Args:
       data: the bytes of the tar.
       question: the question that a caption answers; "" for none.
+      draw: whether the images of a caption are to be made of it.
 
     Raises Unusable if a member is refused, or the sample cannot be used.
     """
@@ -125,8 +129,9 @@ def record_of(data: bytes, question: str) -> Record:
     unknown = [suffix for suffix in contents if suffix not in (*_TEXTS, *media)]
     if not media and unknown and not set(_TURNS) & set(value):
         raise Unusable(f"its caption is of {unknown[0][:40]!r}, which ends as no image and no recording does")
+    to_make = _names_of_targets(value)
     for key, endings in (("images", IMAGES), ("audios", RECORDINGS)):
-        if names := [suffix for suffix in media if _ending(suffix) in endings]:
+        if names := [suffix for suffix in media if _ending(suffix) in endings and suffix not in to_make]:
             value[key] = names
 
     def find(suffix: object, kind: str) -> Media:
@@ -134,7 +139,13 @@ def record_of(data: bytes, question: str) -> Record:
             raise Unusable(f"{kind} {str(suffix)[:60]!r} is no member; a part takes the next of the members")
         return Media(name=str(suffix), data=contents[str(suffix)])
 
-    return parse_record(value, find, question)
+    return parse_record(value, find, question, draw=draw)
+
+
+def _names_of_targets(value: dict[str, Any]) -> list[object]:
+    """The members that a sample's JSON names as pictures to be made, such as "target.png"."""
+    listed = (value[key] if isinstance(value[key], list) else [value[key]] for key in _TARGETS if value.get(key))
+    return [name for names in listed for name in names]
 
 
 def _value(contents: dict[str, bytes]) -> dict[str, Any]:
@@ -178,7 +189,7 @@ class WebDatasetReader:
 
     def __init__(self, config: SourceConfig):
         self._paths = storage.expand(config.path)
-        self._limit, self._question = config.byte_limit, config.question
+        self._limit, self._question, self._draw = config.byte_limit, config.question, config.draw
 
     def files(self) -> Sequence[str]:
         """The shards."""
@@ -218,4 +229,5 @@ class WebDatasetReader:
     def read(self, place: tuple[int, ...]) -> Record:
         """The record of the members at a place. Raises Unusable if it cannot be used."""
         shard, start, size = place
-        return record_of(storage.read(self._paths[shard], start, size, limit=self._limit), self._question)
+        data = storage.read(self._paths[shard], start, size, limit=self._limit)
+        return record_of(data, self._question, draw=self._draw)

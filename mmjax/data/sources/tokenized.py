@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,9 +21,11 @@ from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
 from mmjax.data.sources.recordings import Recordings
+from mmjax.data.sources.sizes import Size
 from mmjax.data.sources.skipped import reason_of
 from mmjax.data.sources.sound_tracks import with_sound_tracks
 from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.sources.target_pictures import TargetPictures, makes_pictures
 from mmjax.data.sources.videos import Videos
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
@@ -43,6 +45,7 @@ class TokenizedRecord:
       dialogue: its tokens.
       images: sizes of its images and videos, and of the media that each becomes.
       recordings: number of frames of each of its recordings.
+      targets: sizes of its pictures to be made.
     """
 
     record: Record
@@ -50,6 +53,29 @@ class TokenizedRecord:
     dialogue: EncodedDialogue
     images: list[Measure]
     recordings: list[int]
+    targets: Targets
+
+    def encoded(self, name: str, records: RecordTokenizer) -> tuple[Media, ...]:
+        """The record's images, recordings or pictures to be made, whichever the module `name` has."""
+        record = self.record
+        return {records.image: record.images, records.audio: record.recordings}.get(name, record.targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The pictures of a record that a generator is to make.
+
+    Attributes:
+      generator: the generator's name; "" without any.
+      sizes: height and width of each.
+    """
+
+    generator: str = ""
+    sizes: tuple[Size, ...] = ()
+
+    def first(self, count: int) -> Targets:
+        """The first `count` pictures."""
+        return replace(self, sizes=self.sizes[:count]) if count else Targets()
 
 
 class RecordTokenizer:
@@ -63,7 +89,9 @@ class RecordTokenizer:
       tokenizer: the tokenizer.
 
     Attributes:
-      encoders: specs of the encoders that see media of the source.
+      encoders: specs of the encoders that see media of the source, and of the generators of pictures.
+      generators: names of the generators of media in their order in the model.
+      drawings: makes the pictures that each generator is to make, by its name.
       image: name of the encoder of images.
       audio: name of the encoder of recordings.
       pictures: makes media of images; None without an encoder for them.
@@ -88,11 +116,19 @@ class RecordTokenizer:
             self.template = config.chat(data.tokenizer)
         except ConfigError as error:
             raise ConfigError(f"{name}/{error}") from None
-        self.image, self.audio = data.image_encoder, data.audio_encoder
+        self.image, self.audio, self._generator = data.image_encoder, data.audio_encoder, data.generator
         image, audio = encoders.get(self.image), encoders.get(self.audio)
+        generators = {generator: spec for generator, spec in encoders.items() if spec.drawn and not spec.codes}
         self.encoders = {
             **({self.image: image} if image and image.axes == 2 else {}),
             **({self.audio: audio} if audio and audio.log_mel else {}),
+            **generators,
+        }
+        self.generators = tuple(generators)
+        self.drawings = {
+            generator: TargetPictures(name, config, generator, spec)
+            for generator, spec in generators.items()
+            if makes_pictures(spec)
         }
         self.pictures = Pictures(name, config, image) if image and image.axes == 2 else None
         self.videos = Videos(name, config, image) if image and image.axes == 2 else None
@@ -133,8 +169,9 @@ class RecordTokenizer:
                     recordings.append(self._recordings.track_frames(medium))
                 else:
                     recordings.append(self._recordings.frames(medium.read(self.config.byte_limit)))
+        targets = self._measured_targets(record)
         record = self._bounded(record)
-        tokenize = partial(self.tokenize, images=images, recordings=recordings, alone=alone)
+        tokenize = partial(self.tokenize, images=images, recordings=recordings, targets=targets, alone=alone)
         tokenized = tokenize(record)
         if self.config.kind != PROMPTS and not any(tokenized.dialogue.weights):
             raise Unusable("none of its answers is learned")
@@ -150,8 +187,49 @@ class RecordTokenizer:
                 return tokenize(cut(record, points[fitting - 1]))
         raise Unusable(f"{len(tokenized.dialogue.tokens)} tokens; Data.sequence_length is {self.sequence_length}")
 
+    def _measured_targets(self, record: Record) -> Targets:
+        """The sizes of a record's pictures to be made. Raises Unusable if no generator makes them, or one is broken."""
+        if not record.targets:
+            return Targets()
+        name = self._maker(record)
+        sizes: list[Size] = []
+        for number, medium in enumerate(record.targets):
+            with self.naming(medium, name, number):
+                sizes += self.drawings[name].measure_file(medium, alone=True).media
+        return Targets(generator=name, sizes=tuple(sizes))
+
+    def _maker(self, record: Record) -> str:
+        """The generator of a record's pictures: the one that it names, `Data.generator`, or the only one."""
+        generators = self.generators
+        if not generators:
+            fix = "set Model.generators to {'painter': 'dit'}"
+            raise Unusable(f"it has a picture to be made, and no generator of the model makes one: {fix}")
+        legal = " or ".join(map(repr, generators))
+        if record.generator and record.generator not in generators:
+            raise Unusable(f"generator={record.generator!r} makes no pictures in the model; name {legal}")
+        is_only = len(generators) == 1 and self._generator not in generators
+        name = record.generator or (generators[0] if is_only else self._generator)
+        if name not in generators:
+            raise Unusable(
+                f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
+            )
+        if name not in self.drawings:
+            channels = self.encoders[name].channels
+            raise Unusable(f"{name!r} makes {channels} channels, and a picture has 1 or 3: set {name}/DiT.channels")
+        return name
+
+    def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
+        """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
+        return tuple((self.generators.index(targets.generator), *size) for size in targets.sizes)
+
     def tokenize(
-        self, record: Record, images: Sequence[Measure], recordings: Sequence[int], *, alone: bool
+        self,
+        record: Record,
+        images: Sequence[Measure],
+        recordings: Sequence[int],
+        *,
+        targets: Targets | None = None,
+        alone: bool,
     ) -> TokenizedRecord:
         """The tokens of a record.
 
@@ -159,6 +237,7 @@ class RecordTokenizer:
           record: the record.
           images: sizes of its images and videos; later ones than the record's are ignored.
           recordings: number of frames of its recordings; as above.
+          targets: sizes of its pictures to be made; as above.
           alone: see `TokenizedRecord`.
 
         Raises:
@@ -168,21 +247,26 @@ class RecordTokenizer:
         if (size := _text_size(record)) > self._most_text:
             raise Unusable(f"about {size} characters; Data.sequence_length is {self.sequence_length} tokens")
         images, recordings = list(images[: len(record.images)]), list(recordings[: len(record.recordings)])
+        targets = targets.first(len(record.targets)) if targets else Targets()
         dialogue = encode_dialogue(
             self.tokenizer,
             self.encoders,
-            self._token_counts(images, recordings),
+            self._token_counts(images, recordings, targets),
             record.dialogue,
             template=self.template,
             system=record.system or self.config.system,
             tools=record.tools,
         )
-        return TokenizedRecord(record=record, alone=alone, dialogue=dialogue, images=images, recordings=recordings)
+        return TokenizedRecord(
+            record=record, alone=alone, dialogue=dialogue, images=images, recordings=recordings, targets=targets
+        )
 
-    def blank(self, images: Sequence[Measure], recordings: Sequence[int], length: int) -> EncodedDialogue:
+    def blank(
+        self, images: Sequence[Measure], recordings: Sequence[int], targets: Targets, length: int
+    ) -> EncodedDialogue:
         """`length` tokens without text: the placeholders of all media, and end tokens around them."""
         tokens = [self.tokenizer.eos]
-        for name, counts in self._token_counts(images, recordings).items():
+        for name, counts in self._token_counts(images, recordings, targets).items():
             alike = (count.count * count.patches if isinstance(count, Timed) else count for count in counts)
             tokens += [self.tokenizer.media_token(name)] * sum(alike)
         tokens += [self.tokenizer.eos] * (length - len(tokens))
@@ -192,7 +276,7 @@ class RecordTokenizer:
         """The media of encoder `name` that an image, a video or a recording becomes, float32 [h, w, C] or [F, M].
 
         Args:
-          name: `image` or `audio`.
+          name: `image`, `audio`, or the generator that is to make the image.
           media: the image, video or recording.
           measure: the sizes of a video when it was indexed; None for others.
           alone: see `TokenizedRecord`.
@@ -210,6 +294,8 @@ class RecordTokenizer:
         if name == self.image:
             assert self.pictures
             return self.pictures.media(data, alone=alone)
+        if name in self.drawings:
+            return self.drawings[name].media(data)
         assert self._recordings
         return [self._recordings(data)]
 
@@ -221,7 +307,7 @@ class RecordTokenizer:
 
         Args:
           media: the medium.
-          name: the encoder that sees it.
+          name: the encoder that sees it, or the generator that is to make it.
           number: its number, from 0, among the record's media of this encoder.
         """
         try:
@@ -229,7 +315,8 @@ class RecordTokenizer:
         except (ConfigError, Unreachable):
             raise
         except Exception as error:
-            kind = "video" if media.is_video else "image" if name == self.image else "recording"
+            seen = "image" if name == self.image else "recording" if name == self.audio else "drawing"
+            kind = "video" if media.is_video else seen
             place = f"{'sound track' if media.is_track else kind} {number + 1}"
             raise Unusable(reason_of(error), medium=media.path or f"{place} ({media.name})") from error
 
@@ -239,13 +326,18 @@ class RecordTokenizer:
         template = self.template
         return named(key for key in keys if not (isinstance(template, FolderTemplate) and template.reads(key)))
 
-    def _token_counts(self, images: Sequence[Measure], recordings: Sequence[int]) -> dict[str, list[Count]]:
-        """Number of LLM tokens of each image, video and recording, by encoder; one without media is left out."""
+    def _token_counts(
+        self, images: Sequence[Measure], recordings: Sequence[int], targets: Targets
+    ) -> dict[str, list[Count]]:
+        """Number of LLM tokens of each medium, by encoder or generator; one without media is left out."""
         counts: dict[str, list[Count]] = {}
         if images:
             counts[self.image] = [self._tokens(image) for image in images]
         if recordings:
             counts[self.audio] = [self.encoders[self.audio].tokens(frames) for frames in recordings]
+        if targets.sizes:
+            spec = self.encoders[targets.generator]
+            counts[targets.generator] = [spec.tokens(*size) for size in targets.sizes]
         return counts
 
     def _tokens(self, measure: Measure) -> Count:

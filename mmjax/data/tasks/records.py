@@ -6,8 +6,21 @@ from mmjax.data.source import Source
 from mmjax.data.tasks.task import Task, TaskContext
 
 
-class Folder(Task):
+class Records(Task):
+    """The task of records, which may have pictures to be made."""
+
+    drawing_fix = "Source.draw to True for captions, or name pictures in records as targets"
+
+    @property
+    def draws(self) -> bool | None:
+        """None: it depends on the records."""
+        return None
+
+
+class Folder(Records):
     """Images and a data.jsonl in `Data.folder`."""
+
+    drawing_fix = ""
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -21,7 +34,7 @@ class Folder(Task):
         return open_folder(context)
 
 
-class Sources(Task):
+class Sources(Records):
     """The datasets of `Data.sources`, in place of a task."""
 
     def open(self, context: TaskContext) -> Source:

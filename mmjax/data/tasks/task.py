@@ -62,7 +62,8 @@ class Task:
       config: its settings, of class `Config`; None for a task without settings.
       Config: a class under `@configurable`, whose fields all have defaults; None for a task without settings.
       media: the media of its samples, "image" or "recording"; None if they are known only when samples are read.
-      draws: whether some samples have a picture to be drawn by `Data.generator`.
+      draws: whether some samples have a picture to be drawn by `Data.generator`; None if that is known only when they
+        are read.
       drawing_fix: the setting, and its value, with which samples have such pictures, as in "Digits.draw to 1.0"; "" if
         there is none. It is part of a message.
       codes: the number of codes in which `Data.speaker` speaks a sample's last answer; 0 if answers are not spoken.
@@ -88,7 +89,7 @@ class Task:
         return None
 
     @property
-    def draws(self) -> bool:
+    def draws(self) -> bool | None:
         """See the attributes."""
         return False
 

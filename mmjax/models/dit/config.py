@@ -9,13 +9,14 @@ from typing import ClassVar
 from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
+from mmjax.models.diffusion import Diffusion
 from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
 
 
 @configurable("DiT")
 @dataclass(frozen=True, kw_only=True)
-class DiTConfig(ConditionTokens, EqualHeads, SquarePatches):
-    """A generator of pictures.
+class DiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
+    """A generator of pictures; ``Diffusion`` has the settings of its noise and of drawing.
 
     Attributes:
       preset: the preset whose values are the defaults.
@@ -27,7 +28,6 @@ class DiTConfig(ConditionTokens, EqualHeads, SquarePatches):
         token for each square of ``merge`` x ``merge`` patches, whose features are added to theirs.
       frequencies: number of sines, and of cosines, of the time.
       loss_weight: weight of its loss beside the LLM's.
-      steps: number of steps from noise to a picture.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
@@ -52,15 +52,15 @@ class DiTConfig(ConditionTokens, EqualHeads, SquarePatches):
     queries: int = 0
     frequencies: int = 8
     loss_weight: float = 1.0
-    steps: int = 20
     activation: str = "gelu"
     attention: str = "auto"
     remat: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies", "steps"):
+        for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies"):
             positive(f"DiT.{name}", getattr(self, name))
         not_negative("DiT.loss_weight", self.loss_weight)
+        self.check_diffusion("DiT")
         not_negative("DiT.queries", self.queries)
         fix = f"DiT.queries={self.queries} tokens stand for a picture of any size; set it to 1, or queries to 0"
         require(not self.queries or self.merge == 1, "DiT.merge", self.merge, fix)
@@ -70,3 +70,7 @@ class DiTConfig(ConditionTokens, EqualHeads, SquarePatches):
         one_of("DiT.activation", self.activation, ACTIVATIONS)
         check_backend("DiT", self.attention, self.head_width)
         one_of("DiT.remat", self.remat, REMATS)
+
+    def idle(self) -> dict[str, str]:
+        """The fields without effect, given the other fields, each with the reason."""
+        return self.idle_diffusion("DiT")

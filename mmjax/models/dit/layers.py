@@ -1,7 +1,7 @@
 """Diffusion transformer over packed patches: a generator of pictures, conditioned on an LLM's hidden states.
 
-Trained with flow matching along straight lines (Liu et al. 2022, "Flow Straight and Fast", eq. 1): the model sees a
-patch as x_t = (1 - t) · x + t · noise, and learns the velocity noise - x. The time t shifts, scales and gates every
+The model sees patches with noise in them, and says what the noise process asks for: with the defaults it learns by flow
+matching, the velocity noise - x (see ``mmjax.data.process``). The time t shifts, scales and gates every
 block (adaptive norms: Peebles and Xie 2023, "Scalable Diffusion Models with Transformers", §3.2). The condition, one
 feature per patch made from the LLM's hidden states, is added to the patch. Shifts, scales and gates are linear in
 Fourier features of t, in each layer, and modify a plain pre-norm block. So only the residual stream of rows is sent
@@ -13,11 +13,9 @@ pictures; segment ids keep them apart and segment 0 is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -76,9 +74,11 @@ def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"], queries: int = 
 def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
     """cos(π k t), then sin(π k t), for k = 1 … ``c.frequencies``, so Q is 2 · ``frequencies``; in fp32.
 
-    ``times_RT`` are the shares of noise of the patches' pictures, from 0 to 1.
+    ``times_RT`` are the times of the patches' pictures in their process, which t puts into 0…1.
     """
-    angles_RTQ = jnp.pi * times_RT[..., None] * jnp.arange(1, c.frequencies + 1, dtype=jnp.float32)
+    scale = c.noising.time_scale
+    shares_RT = times_RT if scale == 1 else times_RT / scale
+    angles_RTQ = jnp.pi * shares_RT[..., None] * jnp.arange(1, c.frequencies + 1, dtype=jnp.float32)
     return jnp.concatenate([jnp.cos(angles_RTQ), jnp.sin(angles_RTQ)], axis=-1)
 
 
@@ -116,14 +116,14 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
 def velocity(
     p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"]
 ) -> Float[Array, "R T E"]:
-    """The last stage's prediction of each patch's velocity, in fp32.
+    """The last stage's prediction for each patch, such as its velocity, in fp32.
 
     Args:
       p: the generator's parameters of the last stage: "last_modulation" and "velocity", each with "kernel"
         and "bias".
       c: the settings.
       x_RTD: the output of the last layer, of all places of a row.
-      times_RT: the share of noise of each patch's picture, from 0 to 1.
+      times_RT: the time of each patch's picture in its process.
     """
     x_RTD = x_RTD[:, c.queries :]
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
@@ -132,43 +132,16 @@ def velocity(
     return linear(h_RTD, p["velocity"]["kernel"], p["velocity"]["bias"]).astype(jnp.float32)
 
 
-def flow_loss(
-    velocity_RTE: Float[Array, "R T E"], targets_RTE: Float[Array, "R T E"], weights_RT: Float[Array, "R T"]
+def squared_errors(
+    predictions_RTE: Float[Array, "R T E"], targets_RTE: Float[Array, "R T E"], weights_RT: Float[Array, "R T"]
 ) -> Float[Array, ""]:
     """Sum of weighted squared errors over all numbers of all patches.
 
     Args:
-      velocity_RTE, targets_RTE: predicted and right velocities.
+      predictions_RTE, targets_RTE: what is predicted, such as velocities, and what is right.
       weights_RT: the weight of each patch; 0 for padding.
     """
-    return jnp.sum(weights_RT[..., None] * jnp.square(velocity_RTE - targets_RTE))
-
-
-def euler(
-    c: DiTConfig,
-    inputs: Sequence[Mapping[str, np.ndarray]],
-    velocity: Callable[[Sequence[Mapping[str, np.ndarray]]], Sequence[np.ndarray]],
-) -> list[np.ndarray]:
-    """Draws pictures from noise by Euler's method: x ← x - v / ``steps`` at the times 1, 1 - 1 / ``steps``, … .
-
-    Args:
-      c: settings of the generator.
-      inputs: the host inputs of each microbatch by name, with noise as "patches" [R, T, E], and "times" [R, T], which
-        are replaced; others are passed on.
-      velocity: computes the last stage's prediction [R, T, E] of each microbatch for such inputs.
-
-    Returns:
-      Patches [R, T, E] of each microbatch.
-    """
-    patches = [microbatch["patches"] for microbatch in inputs]
-    for step in range(c.steps):
-        time = np.float32(1 - step / c.steps)
-        step_inputs = [
-            {**microbatch, "patches": x, "times": np.full_like(microbatch["times"], time)}
-            for microbatch, x in zip(inputs, patches, strict=True)
-        ]
-        patches = [x - v / np.float32(c.steps) for x, v in zip(patches, velocity(step_inputs), strict=True)]
-    return patches
+    return jnp.sum(weights_RT[..., None] * jnp.square(predictions_RTE - targets_RTE))
 
 
 def _modulation(p: Params, features_RTQ: Array, count: int) -> list[Array]:

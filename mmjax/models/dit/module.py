@@ -13,6 +13,7 @@ from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.dit import layers
 from mmjax.models.dit.config import DiTConfig
+from mmjax.models.guidance import Guidance
 from mmjax.models.layers import Params
 from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Predict
 from mmjax.models.parameters import Part
@@ -53,16 +54,16 @@ class DiffusionTransformer(Module):
         return {"loss": Loss(weight=self.config.loss_weight)}
 
     def loss(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> dict[str, Float[Array, ""]]:
-        """{"loss": the sum of weighted squared errors of the velocity over the local patches}.
+        """{"loss": the sum of weighted squared errors over the local patches}.
 
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
         include "times", "targets" and "weights".
         """
         targets, weights = context.inputs["targets"], context.inputs["weights"]
-        return {"loss": layers.flow_loss(self.predict(p, context, x), targets, weights)}
+        return {"loss": layers.squared_errors(self.predict(p, context, x), targets, weights)}
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
-        """The velocity of each patch in fp32.
+        """The prediction for each patch in fp32: its velocity, or another ``DiT.prediction``.
 
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
         include "times".
@@ -70,21 +71,31 @@ class DiffusionTransformer(Module):
         return layers.velocity(p, self.config, x, context.inputs["times"])
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``DiT.steps`` steps of Euler's
-        method.
+        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``DiT.steps`` steps of
+        ``DiT.sampler``.
 
         Args:
           inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
             replaced.
           predict: computes the results of the method ``predict`` for such inputs.
         """
-        return layers.euler(self.config, inputs, predict)
+        return self.config.drawing.draw(inputs, predict)
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of predictions with and without the condition."""
+        return self.config.guided
 
     @property
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into patches, for the data side."""
         c = self.config
-        queries = c.queries
         return EncoderSpec(
-            patch=c.patch, merge=c.merge, channels=c.channels, special=queries, queries=queries, drawn=True
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.channels,
+            special=c.queries,
+            queries=c.queries,
+            drawn=True,
+            process=c.noising,
         )

@@ -11,6 +11,7 @@ from mmjax.attention.settings import check_backend
 from mmjax.configurable import configurable, not_negative, one_of, positive, require, setting_name
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.choices import REMATS, Medium
+from mmjax.models.diffusion import Diffusion
 from mmjax.models.settings import ConditionTokens, SquarePatches
 
 KERNEL = 3
@@ -27,10 +28,11 @@ TIME = 4
 
 @configurable("UNet")
 @dataclass(frozen=True, kw_only=True)
-class UNetConfig(ConditionTokens, SquarePatches):
+class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
     """A generator of pictures or latents with convolutions, attention inside a picture and attention to a condition.
 
-    A *level* has half as many rows and columns as the level before.
+    ``Diffusion`` has the settings of its noise and of drawing. A time is seen as a timestep; ``train_steps`` is that of
+    pure noise. A *level* has half as many rows and columns as the level before.
 
     Attributes:
       preset: the preset whose values are the defaults.
@@ -48,13 +50,11 @@ class UNetConfig(ConditionTokens, SquarePatches):
       norm_eps: epsilon of GroupNorms, except those before attention, which have 1e-6.
       flip_sin_to_cos: whether the cosines of the time come before its sines.
       freq_shift: lowers the number of frequencies that their exponents are divided by.
-      timesteps: the timestep of pure noise, of which the sines are.
       linear_projection: whether folders have the products around transformers as matrices, or as kernels of one place.
       upcast_attention: whether folders ask for attention in fp32; scores are fp32 here in any case.
       canvases: rows and columns of the canvases on which pictures lie, in the upper left corner; each holds the one
         before.
       loss_weight: weight of its loss beside the LLM's.
-      steps: number of steps from noise to a picture.
       attention: the backend of attention inside a picture: ``blockwise`` (any device), ``cudnn``, ``dense`` (all pairs
         of places at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise. Attention to
         the condition is blockwise.
@@ -78,6 +78,7 @@ class UNetConfig(ConditionTokens, SquarePatches):
             "groups": 32,
             "linear_projection": False,
             "canvases": ((64, 64),),
+            **{"process": "ddpm", "prediction": "noise", "sampler": "ddim", "steps_offset": 1},
         },
         "sd-2.1": {
             "width": 1024,
@@ -90,6 +91,7 @@ class UNetConfig(ConditionTokens, SquarePatches):
             "groups": 32,
             "upcast_attention": True,
             "canvases": ((96, 96),),
+            **{"process": "ddpm", "prediction": "v", "sampler": "ddim", "steps_offset": 1},
         },
     }
 
@@ -107,22 +109,19 @@ class UNetConfig(ConditionTokens, SquarePatches):
     norm_eps: float = 1e-5
     flip_sin_to_cos: bool = True
     freq_shift: float = 0.0
-    timesteps: int = 1000
     linear_projection: bool = True
     upcast_attention: bool = False
     canvases: tuple[tuple[int, int], ...] = ((8, 8),)
     loss_weight: float = 1.0
-    steps: int = 20
     attention: str = "auto"
     remat: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "queries", "channels", "mid_heads", "blocks", "transformer_blocks"):
             positive(f"UNet.{name}", getattr(self, name))
-        for name in ("groups", "steps"):
-            positive(f"UNet.{name}", getattr(self, name))
+        positive("UNet.groups", self.groups, 32)
         positive("UNet.norm_eps", self.norm_eps, 1e-5)
-        positive("UNet.timesteps", self.timesteps, 1000)
+        self.check_diffusion("UNet")
         not_negative("UNet.loss_weight", self.loss_weight)
         one_of("UNet.remat", self.remat, REMATS)
         self._check_levels()
@@ -156,6 +155,16 @@ class UNetConfig(ConditionTokens, SquarePatches):
             fix = f"must hold the canvas before: {after} is no larger than {before}; sort them, or leave one out"
             holds = before != after and before[0] <= after[0] and before[1] <= after[1]
             require(holds, "UNet.canvases", self.canvases, fix)
+
+    def idle(self) -> dict[str, str]:
+        """The fields without effect, given the other fields, each with the reason."""
+        reasons = self.idle_diffusion("UNet")
+        return {name: reason for name, reason in reasons.items() if name != "train_steps"}
+
+    @property
+    def timestep_scale(self) -> float:
+        """The factor that makes timesteps of the process's times."""
+        return self.train_steps / self.noising.time_scale
 
     @property
     def head_width(self) -> int:

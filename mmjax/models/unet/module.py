@@ -23,6 +23,7 @@ from mmjax.attention.mask import Mask
 from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
+from mmjax.models.guidance import Guidance
 from mmjax.models.layers import Params
 from mmjax.models.module import Block, HostInputs, LayerGroup, Loss, Module, Predict
 from mmjax.models.parameters import Part
@@ -88,22 +89,19 @@ class LatentUNet(Module):
         return x[:, self.config.queries :, : self.config.channels].astype(jnp.float32)
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """The places ``[R, T, E]`` of pictures of each microbatch, from noise by ``UNet.steps`` steps of Euler.
+        """The places ``[R, T, E]`` of pictures of each microbatch, from noise by ``UNet.steps`` steps.
 
         Args:
           inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
             replaced.
           predict: computes the results of the method ``predict`` for such inputs.
         """
-        places, steps = [microbatch["patches"] for microbatch in inputs], self.config.steps
-        for step in range(steps):
-            time = np.float32(1 - step / steps)
-            noisy = [
-                {**microbatch, "patches": x, "times": np.full_like(microbatch["times"], time)}
-                for microbatch, x in zip(inputs, places, strict=True)
-            ]
-            places = [x - v / np.float32(steps) for x, v in zip(places, predict(noisy), strict=True)]
-        return places
+        return self.config.drawing.draw(inputs, predict)
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of predictions with and without the condition."""
+        return self.config.guided
 
     @property
     def medium(self) -> EncoderSpec:
@@ -119,6 +117,7 @@ class LatentUNet(Module):
             bounded_by="UNet.canvases",
             multiple=2 ** (len(c.widths) - 1),
             drawn=True,
+            process=c.noising,
         )
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
@@ -176,7 +175,7 @@ def _block(c: UNetConfig, context: Context, x_RTD: Float[Array, "R N+T D"]) -> B
             p,
             c,
             places_RTE.reshape(*inside_RHW.shape, c.channels),
-            context.inputs["times"][:, 0] * c.timesteps,
+            context.inputs["times"][:, 0] * c.timestep_scale,
             condition_RND,
             inside_BHW=inside_RHW,
             used_BN=used_RN,

@@ -16,7 +16,7 @@ from data_sources import AUDIO, VISION, encoded, opened, pixels, recorded, text_
 from mmjax.configurable import ConfigError
 from mmjax.data.config import DataConfig
 from mmjax.data.loader import StepLoader, StepMaker, make_packer, make_source
-from mmjax.data.sources.config import KINDS, SourceConfig
+from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.record import Entry, Media, Record
 from mmjax.data.sources.writers import write_all
 from mmjax.data.spec import DataSpec
@@ -25,6 +25,8 @@ from mmjax.data.tokenizer import ByteTokenizer
 from mmjax.data.types import StepBatch
 
 SPECS = {"vision": VISION}
+KINDS = ("llava", "webdataset", "array_record", "parquet")
+"""The layouts that can hold dialogues."""
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from PIL import Image
 
 from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
+from mmjax.data.noise import SPLITS, with_noise
 from mmjax.data.sample import build_meta, build_sample, encode_dialogue
 from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
 from mmjax.data.tasks.digits.dtmf import CallPlan, longest_call, plan_call, render_call, spoken
@@ -28,7 +29,6 @@ from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 HELD_OUT = 360  # the last images of the data set: evaluated on, never trained on
 SIDE = 8  # pixels of a digit in the data set
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-SPLITS = ("train", "test")
 
 
 @lru_cache(maxsize=1)
@@ -309,11 +309,10 @@ class DigitsSource:
             labels=labels,
             kind=plan.kinds[-1],
         )
-        if not draws:
+        if not plan.drawn:
             return sample
-        rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 2])
-        noise = rng.standard_normal(rendered[name][0].shape, np.float32)
-        return replace(sample, noise={name: (noise,)}, times={name: (float(rng.random()),)})
+        generators = {name: self.encoders[name]}
+        return with_noise(sample, generators, {name: 1}, seed=self.seed, split=self.split, index=index)
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
         """Pixels [h, w, C] float32 in -1…1 of digits side by side, in the common size of drawings.

@@ -1,0 +1,60 @@
+"""A run so small that it takes seconds, whose generator makes pictures of the names of colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from mmjax.config import load_config
+from mmjax.train.trainer import Trainer
+
+RUN = """
+Model.encoders = {}
+Model.generators = {'painter': 'dit'}
+Data.sources = {'mine': 1.0}
+mine/Source.kind = 'pictures'
+mine/Source.template = 'chatml'
+mine/Source.draw = True
+mine/Source.drawn_size = (8, 8)
+mine/Source.held_out = 2
+Data.sequence_length = 96
+Data.workers = 0
+llm/Decoder.layers = 2
+llm/Decoder.width = 16
+llm/Decoder.heads = 2
+llm/Decoder.kv_heads = 2
+llm/Decoder.mlp = 24
+painter/DiT.layers = 2
+painter/DiT.width = 16
+painter/DiT.heads = 2
+painter/DiT.mlp = 24
+painter/DiT.channels = 3
+painter/DiT.steps = 4
+painter/DiT.drop_condition = 0.3
+llm/Layout.pp = 2
+painter/Layout.pp = 2
+painter/Layout.rank_offset = 2
+Train.steps = 2
+Train.global_batch = 4
+Train.microbatches = 2
+Train.eval_samples = 0
+Checkpoint.every = 2
+Optimizer.learning_rate = 0.02
+"""
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+
+
+def painted_run(folder: Path, changes: Sequence[str] = ()) -> Path:
+    """The directory of a run that is trained on pictures of colours in `folder`."""
+    (folder / "pictures").mkdir()
+    for number in range(8):
+        name = list(COLOURS)[number % 3]
+        Image.new("RGB", (9, 9), COLOURS[name]).save(folder / "pictures" / f"{number}.png")
+        (folder / "pictures" / f"{number}.txt").write_text(name)
+    (folder / "run.gin").write_text(RUN)
+    paths = [f"mine/Source.path={str(folder / 'pictures')!r}", f"Data.cache={str(folder / 'cache')!r}"]
+    with Trainer(load_config([folder / "run.gin"], [*paths, *changes]), folder / "run", style="silent") as trainer:
+        trainer.train()
+    return folder / "run"
