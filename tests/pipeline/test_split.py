@@ -66,7 +66,7 @@ def test_w_computes_the_gradients_of_convolutions() -> None:
     layouts = {name: Layout(rank_offset=rank) for rank, name in enumerate(parity.MODELS[case.model].nodes)}
     settings = Settings(optimizers=parity.optimizers(case), total_steps=1, dtype="float32", transport="device_put")
     placed = PlacedModel(parity.MODELS[case.model], layouts, World.planned(len(layouts)), settings)
-    painter = placed.trace(shapes, placed.graph.with_split()).stages["painter"]
+    painter = placed.trace(shapes, placed.graph.with_split()).stages["painter.0"]
     assert isinstance(painter, SplitFunctions)
     matrices = {name for name, aval in by_name(painter._avals[0]).items() if aval.ndim > 2}
     assert {name for name in matrices if "conv" in name and name.endswith("kernel")}
