@@ -79,8 +79,15 @@ MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 QUERIES = replace(DIT, merge=1, queries=2)
 UNET = UNetConfig(
-    **dict(width=12, channels=2, queries=2, canvases=((2, 4), (4, 4))),
-    **dict(widths=(8, 16), heads_by_level=(2, 0), mid_heads=2, groups=2, norm_eps=1e-2),
+    width=12,
+    channels=2,
+    queries=2,
+    canvases=((2, 4), (4, 4)),
+    widths=(8, 16),
+    heads_by_level=(2, 0),
+    mid_heads=2,
+    groups=2,
+    norm_eps=1e-2,
 )
 
 
