@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from mmjax.models.transformer import Affine as Affine
     from mmjax.models.transformer import EncoderLayer as EncoderLayer
     from mmjax.models.transformer import encoder_block as encoder_block
+    from mmjax.models.unet.config import UNetConfig as UNetConfig
     from mmjax.models.vit.config import ViTConfig as ViTConfig
     from mmjax.models.whisper.config import WhisperConfig as WhisperConfig
     from mmjax.optimizer_config import OptimizerConfig as OptimizerConfig
@@ -171,6 +172,7 @@ __all__ = [
     "TrainResult",
     "Trainer",
     "Turn",
+    "UNetConfig",
     "Unusable",
     "ViTConfig",
     "WeightsConfig",
@@ -251,6 +253,7 @@ _NAMES_OF = {
     "mmjax.models.settings": ("EqualHeads", "ModuleSettings", "SquarePatches"),
     "mmjax.models.temporal.config": ("TemporalConfig",),
     "mmjax.models.transformer": ("Affine", "EncoderLayer", "encoder_block"),
+    "mmjax.models.unet.config": ("UNetConfig",),
     "mmjax.models.vit.config": ("ViTConfig",),
     "mmjax.models.whisper.config": ("WhisperConfig",),
     "mmjax.optimizer_config": ("OptimizerConfig", "adamw"),

@@ -186,7 +186,8 @@ NAMES_FAMILIES = {
 
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
     folders = {
-        f"mmjax.models.{name}" for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "vit", "whisper")
+        f"mmjax.models.{name}"
+        for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "unet", "vit", "whisper")
     }
     importing = {
         name

@@ -33,7 +33,8 @@ def patchify(medium: np.ndarray, spec: EncoderSpec) -> tuple[np.ndarray, np.ndar
         raise ValueError(f"{spec.medium} of shape {medium.shape}: {spec.axes} axes of {spec.channels} channels wanted")
     if any(side % spec.block for side in size):
         shown = "x".join(map(str, size))
-        raise ValueError(f"{spec.medium} of {shown} {spec.unit}: pad it to multiples of patch * merge = {spec.block}")
+        fix = f"pad it to multiples of patch * merge * multiple = {spec.block}"
+        raise ValueError(f"{spec.medium} of {shown} {spec.unit}: {fix}")
     k, p, every = spec.merge, spec.patch, range(spec.axes)
     blocks = [side // (k * p) for side in size]
     # From (block, patch, pixel) of every axis to all blocks, then all patches, then all pixels.

@@ -19,6 +19,7 @@ from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.projector.config import ProjectorConfig
 from mmjax.models.settings import ModuleSettings
 from mmjax.models.temporal.config import TemporalConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
 from mmjax.user_code import import_named, names_code
@@ -81,6 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         ("generator",),
         "mmjax.models.mmdit.weights",
     ),
+    "unet": Family(UNetConfig, "mmjax.models.unet.module:LatentUNet", ("generator",), "mmjax.models.unet.weights"),
 }
 
 

@@ -74,6 +74,7 @@ class LayerGroup:
       rules: the mask rules of these layers; ``None`` stands for the module's ``mask``.
       stores: a name for the keys and values of its only layer, if later groups read them.
       reads: the name of stored keys and values, which its layers read in the same stage; "" for keys of their own.
+      checkpoints: whether its block applies the module's checkpoint policy to parts of a layer, by itself.
     """
 
     layers: int
@@ -84,6 +85,7 @@ class LayerGroup:
     rules: Rules | None = None
     stores: str = ""
     reads: str = ""
+    checkpoints: bool = False
 
     def mask(self, kind: MaskKind) -> Mask:
         """The mask of these layers: by ``rules`` if they are set, else of ``kind``, the kind of the module's mask."""
@@ -410,7 +412,8 @@ def run_layers(
                 x, p[next_run] = scattered_before(x, p[next_run])
             params, before = p[run.name] if before is None else fetched_after(p[run.name], before), x
             params = {**params, **of_layers.get(run.name, {})}
-            x, local_kept, sums = run_all(body, x, params, remat, local_added, local_keep)
+            policy = "none" if group.checkpoints else remat
+            x, local_kept, sums = run_all(body, x, params, policy, local_added, local_keep)
             if group.stores:
                 shared[group.stores] = SharedKeys(sums[_STORED[0]], sums[_STORED[1]])
                 sums = {name: total for name, total in sums.items() if name not in _STORED}

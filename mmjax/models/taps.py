@@ -34,6 +34,8 @@ PRODUCT = "weight of a product"
 """The checkpoint name of weights that ``products`` reads inside ``marked``."""
 GROUPED = "weight of experts"
 """The checkpoint name of weights ``[E, D, F]`` that ``experts.mlp`` reads once inside ``marked``."""
+CONVOLUTION = "kernel of a convolution"
+"""The checkpoint name of kernels ``[3, 3, C, F]`` inside ``marked``."""
 HEAD = "weight of a head"
 """The checkpoint name of heads of language models inside ``marked``."""
 _marking: ContextVar[bool] = ContextVar("marking", default=False)
@@ -67,6 +69,7 @@ class Use:
       transposed: whether the weight is transposed.
       sp: see ``products``.
       sizes: of a grouped product (see ``experts.grouped``) the number of rows of each expert, as fp32; else ``None``.
+      stride: of a convolution (see ``parallel_convolution``) its stride; 0 for a product.
     """
 
     x: Value
@@ -75,11 +78,12 @@ class Use:
     transposed: bool
     sp: SequenceParallel = NO_SP
     sizes: Value | None = None
+    stride: int = 0
 
     @property
     def weight_dims(self) -> int:
-        """The number of dimensions of the weight: 2, or 3 with experts."""
-        return 3 if self.sizes else 2
+        """The number of dimensions of the weight: 2, or 3 with experts, or 4 of a convolution."""
+        return 4 if self.stride else 3 if self.sizes else 2
 
 
 _STATIC = {"static": True}
@@ -261,15 +265,18 @@ def record_uses(
     *,
     sp: SequenceParallel = NO_SP,
     sizes: Value | None = None,
+    stride: int = 0,
 ) -> None:
     """Records a ``Use`` of each tapped weight that has a record; ``results`` are its products with ``x``.
 
-    For ``sp`` and ``sizes`` see ``Use``.
+    For ``sp``, ``sizes`` and ``stride`` see ``Use``.
     """
     group = tuple(w.name for w in weights if isinstance(w, Tapped))
     for w, y in zip(weights, results, strict=True):
         if isinstance(w, Tapped) and w.uses is not None:
-            use = Use(x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed, sp=sp, sizes=sizes)
+            use = Use(
+                x=Value.of(x), dy=Value.of(y), group=group, transposed=w.transposed, sp=sp, sizes=sizes, stride=stride
+            )
             w.uses.by_name.setdefault(w.name, set()).add(use)
 
 

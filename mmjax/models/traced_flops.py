@@ -111,16 +111,16 @@ def _traced_row(module: Any, positions: int) -> _TracedRow:
     inputs, parts = _row(module, positions), _single_parts(module)
     shapes: dict[str, tuple[int, ...]] = {}
     features = jax.ShapeDtypeStruct((1, positions, module.config.width), jnp.float32)
-    record = _record(functools.partial(_run_ends, module, shapes), inputs, parts, features)
+    record = record_shapes(functools.partial(_run_ends, module, shapes), inputs, parts, features)
     features = jax.ShapeDtypeStruct(shapes["first"], jnp.float32)
     layers, per_pair = 0, record.per_pair
     shared: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for group in module.groups:
-        mask, layer = group.mask(module.mask), _leaves(group.create)
+        mask, layer = group.mask(module.mask), parameter_shapes(group.create)
         if module.layer_input_width:
             layer[LAYER_INPUT] = jax.ShapeDtypeStruct((1, positions, module.layer_input_width), jnp.float32)
         run = functools.partial(_run_layer, group, mask, shared)
-        work = _record(run, inputs, layer, features)
+        work = record_shapes(run, inputs, layer, features)
         layers += group.layers * work.products
         per_pair += Counter({mask: group.layers * flops for mask, flops in work.per_pair.items()})
     last = jax.ShapeDtypeStruct(shapes["last"], jnp.float32)
@@ -134,9 +134,9 @@ def _head(module: Any, inputs: Mapping[str, Any], parts: Any, features: Any) -> 
     A language model's losses go through its logits in chunks of tokens, so the logits of one token are traced.
     """
     if not module.gives_logits:
-        return _record(lambda context, p, x: module.loss(p, context, x), inputs, parts, features).products
+        return record_shapes(lambda context, p, x: module.loss(p, context, x), inputs, parts, features).products
     token = jax.ShapeDtypeStruct((1, 1, module.config.width), jnp.float32)
-    of_token = _record(lambda context, p, x: module.logits(p, context, x), inputs, parts, token)
+    of_token = record_shapes(lambda context, p, x: module.logits(p, context, x), inputs, parts, token)
     return features.shape[1] * of_token.products
 
 
@@ -182,14 +182,14 @@ def _run_layer(
 
 def _single_parts(module: Any) -> dict[str, Any]:
     """The parameters outside of layers, and those of a layer, which ``embed`` may look at, nested dicts of shapes."""
-    tree: dict[str, Any] = {"layers": _leaves(module.groups[0].create)}
+    tree: dict[str, Any] = {"layers": parameter_shapes(module.groups[0].create)}
     for part in module.parts(first=True, last=True):
-        leaves = _leaves(part.create)
+        leaves = parameter_shapes(part.create)
         tree |= {part.name: leaves} if part.name else leaves
     return tree
 
 
-def _leaves(create: Create) -> dict[str, Any]:
+def parameter_shapes(create: Create) -> dict[str, Any]:
     """A nested dict of fp32 arrays' shapes, of the parameters that ``create`` creates."""
     flat = {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for path, leaf in declarations(create).items()}
     return traverse_util.unflatten_dict(flat, sep="/")
@@ -226,7 +226,7 @@ def _row(module: Any, positions: int) -> dict[str, Any]:
     }
 
 
-def _record(
+def record_shapes(
     fn: Callable[[Context, Any, jax.Array], Any], inputs: Mapping[str, Any], parameters: Any, x: Any
 ) -> RecordedWork:
     """The work of ``fn(context, parameters, x)``, from the shapes of its arguments."""

@@ -179,6 +179,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
     if sizes.get("length", 0) > 0 and sizes["length"] < c.length:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
+    sizes |= _levels(c, tp) if "heads_by_level" in fields else {}
     sizes |= {"queries": min(c.queries, SMALL["queries"])} if "queries" in fields else {}
     if "canvases" in fields:
         small = (tuple(min(side, SMALL["canvas"]) for side in canvas) for canvas in c.canvases)
@@ -186,6 +187,18 @@ def _encoder(c: Any, layout: Layout) -> Any:
     layers = _layers(c.layers, layout)
     sizes |= _windows(c, layers) if "full_at" in fields else {}
     return replace(c, layers=layers, **sizes)
+
+
+def _levels(c: Any, tp: int) -> dict[str, Any]:
+    """Two levels of a block, with as many heads as tp divides, or an odd number where the larger module has one."""
+    if max(c.widths) <= SMALL["width"]:
+        return {}
+    groups = _multiple(4, tp)
+    sizes = {"groups": groups, "widths": (2 * groups, 4 * groups)[: len(c.widths)], "width": SMALL["width"]}
+    of_levels = c.heads_by_level[: len(c.widths[:2])]
+    heads = tuple(0 if not heads else 1 if heads % 2 else _multiple(2, tp) for heads in of_levels)
+    mid = 1 if c.mid_heads % 2 else _multiple(2, tp)
+    return {**sizes, "heads_by_level": heads, "mid_heads": mid, "blocks": 1, "transformer_blocks": 1}
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Stages with a split backward: B computes the gradients that other stages wait for, W those of the stage's weights.
 
-The weights of products are *tapped* (see ``mmjax.models.taps``): B returns each product's input and the gradient of its
-output instead of the weight's gradient, and W multiplies them. B adds the gradients of all other trained parameters to
-the sums as usual: norms, biases, embeddings, a weight that is used twice, and the head of a language model, for which W
-would need the gradient of all logits (see ``mmjax.models.head``).
+The weights of products and convolutions are *tapped* (see ``mmjax.models.taps``): B returns each product's input and
+the gradient of its output instead of the weight's gradient, and W multiplies them. B adds the gradients of all other
+trained parameters to the sums as usual: norms, biases, embeddings, a weight that is used twice, and the head of a
+language model, for which W would need the gradient of all logits (see ``mmjax.models.head``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from mmjax import jax_compat
 from mmjax.mesh.spmd import Spmd
 from mmjax.models.experts.grouped import grouped_weight_gradient
 from mmjax.models.handles import gradient_of_stored
-from mmjax.models.taps import GROUPED, HEAD, PRODUCT, Tapped, Use, Uses, Value
+from mmjax.models.parallel_convolution import kernel_gradient
+from mmjax.models.taps import HEAD, Tapped, Use, Uses, Value
 from mmjax.models.weight_gradients import weight_gradient
 from mmjax.pipeline.gathers import composed
 from mmjax.pipeline.residuals import Residual
 from mmjax.pipeline.stage import Output, StageFunctions
 from mmjax.pipeline.stage_params import add_gradients
 from mmjax.pipeline.trees import Part, by_name, nested, with_leaves
+from mmjax.pipeline.weight_uses import DEFERRABLE
 
 Tree = Any
 
@@ -70,7 +72,7 @@ class SplitFunctions(StageFunctions):
 
     def _plan(self) -> None:
         uses, params = Uses(), by_name(self._avals[0])
-        candidates = [name for name in self._trained if self._single_uses.get(name) in (PRODUCT, GROUPED)]
+        candidates = [name for name in self._trained if self._single_uses.get(name) in DEFERRABLE]
         self._summed = [name for name in self._summable if self._single_uses.get(name) == HEAD]
 
         def record(params: Tree, inputs: Tree, carry: Tree) -> Output:
@@ -136,6 +138,8 @@ class SplitFunctions(StageFunctions):
             weight = _per_layer(open_stored, stacked=stacked)(stored) if open_stored else stored
             if tap.sizes is not None:
                 grad = grouped_weight_gradient(x, dy, deferred[tap.sizes].squeeze(0), weight)
+            elif tap.use.stride:
+                grad = kernel_gradient(x, dy, weight, stride=tap.use.stride, stacked=stacked)
             else:
                 grad = weight_gradient(x, dy, weight, stacked=stacked, transposed=tap.use.transposed, sp=tap.use.sp)
             if open_stored:

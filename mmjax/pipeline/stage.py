@@ -28,7 +28,7 @@ from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_sm
 from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
 from mmjax.pipeline.trees import by_name, with_leaves
-from mmjax.pipeline.weight_uses import DIMENSIONS, single_uses, summable
+from mmjax.pipeline.weight_uses import DIMENSIONS, MARKS, single_uses, summable
 
 Tree = Any
 
@@ -150,7 +150,7 @@ class StageFunctions:
 
     @cached_property
     def _single_uses(self) -> dict[str, str]:
-        return single_uses(self._spmd(self._plain, self._outputs), self._avals, tuple(DIMENSIONS))
+        return single_uses(self._spmd(self._plain, self._outputs), self._avals, MARKS)
 
     def _vjp_params(self, params: Tree, sums: Tree | None = None) -> Tree:
         """Parameters as arguments of the vjp, those of ``_summed`` with their sums ``[1, ...]``, zeros by default."""

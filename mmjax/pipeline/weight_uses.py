@@ -10,12 +10,16 @@ import jax.numpy as jnp
 
 from mmjax import jaxprs
 from mmjax.mesh.spmd import Spmd
-from mmjax.models.taps import GROUPED, HEAD, PRODUCT, marked
+from mmjax.models.taps import CONVOLUTION, GROUPED, HEAD, PRODUCT, marked
 from mmjax.pipeline.trees import by_name
 
 Tree = Any
 DIMENSIONS: Mapping[str, int] = {PRODUCT: 2, GROUPED: 3, HEAD: 2}
-"""Dimensions of weights that are no stacks of layers, by the mark of their use."""
+"""Dimensions of weights that are no stacks of layers, by the mark of their use, which may add to a gradient's sum."""
+DEFERRABLE = (PRODUCT, GROUPED, CONVOLUTION)
+"""Marks of weights whose gradients a split backward computes later."""
+MARKS = (*DIMENSIONS, CONVOLUTION)
+"""All marks."""
 
 
 def single_uses(forward: Spmd, avals: Sequence[Any], marks: Collection[str]) -> dict[str, str]:

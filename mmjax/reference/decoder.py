@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.reference.arithmetic import (
     Arrays,
     Leaves,
@@ -36,6 +37,7 @@ from mmjax.reference.experts import RouterSums, gated_mlp, has_experts, mixture
 from mmjax.reference.mmdit import double_stream_velocity
 from mmjax.reference.positions import cut_patches, patch_positions
 from mmjax.reference.process import flow_times, noised, share_of
+from mmjax.reference.unet import unet_velocity
 
 if TYPE_CHECKING:
     from mmjax.models.dit.config import DiTConfig
@@ -350,7 +352,7 @@ def velocity(
 def draw_loss(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig,
+    dit: DiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     picture_HWC: Float[np.ndarray, "h w C"],
     noise_HWC: Float[np.ndarray, "h w C"],
@@ -377,7 +379,7 @@ def draw_loss(
       ValueError: a side of the picture is not a multiple of patch * merge.
     """
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    dtype = params[f"{name}/patch/bias"].dtype
+    dtype = next(iter(params.values())).dtype
     noisy_HWC, target_HWC, weight = noised(dit, picture_HWC, noise_HWC, time)
     patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
     predict = _velocity_of(params, name, dit, picture_HWC, projector)
@@ -388,7 +390,7 @@ def draw_loss(
 def integrate(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig,
+    dit: DiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
@@ -416,7 +418,7 @@ def integrate(
     if dit.sampler != "euler" or dit.guidance_rescale:
         raise ValueError(f"{name}/DiT.sampler={dit.sampler!r}: the reference draws by Euler's method, not rescaled")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), params[f"{name}/patch/bias"].dtype)
+    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), next(iter(params.values())).dtype)
     predict = _velocity_of(params, name, dit, noise_HWC, projector)
     for time, following in itertools.pairwise(flow_times(dit, len(patches))):
         at = jnp.asarray(time, patches.dtype)
@@ -429,13 +431,17 @@ def integrate(
 
 
 def _velocity_of(
-    leaves: Arrays, name: str, dit: DiTConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
+    leaves: Arrays, name: str, dit: DiTConfig | UNetConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
 ) -> Callable[..., jax.Array]:
     """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``.
 
     It is `double_stream_velocity` for a generator with two streams.
     """
     rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
+    if isinstance(dit, UNetConfig):
+        return functools.partial(
+            unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector
+        )
     has_streams = f"{name}/layers/000/condition_attn/q" in leaves
     function = double_stream_velocity if has_streams else velocity
     return functools.partial(function, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)

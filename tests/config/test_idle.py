@@ -229,6 +229,20 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
 }
 """Settings that other settings switch off."""
 
+
+def of_unet(bindings: Bindings) -> Bindings:
+    """The same bindings of a UNet in place of a DiT."""
+    named = tuple(binding.replace("DiT", "UNet").replace("'dit'", "'unet'") for binding in bindings)
+    return (*named, "painter/UNet.channels=1")
+
+
+# Of noise and drawing as for all generators, but for the number of timesteps, which sines of a flow's time read too.
+IDLE |= {
+    key.replace("DiT", "UNet"): (value, of_unet(idle), of_unet(active))
+    for key, (value, idle, active) in IDLE.items()
+    if key.startswith("painter/DiT.") and key != "painter/DiT.train_steps"
+}
+
 READ = {
     "Train": "steps epochs max_skipped global_batch microbatches schedule lowering seed dtype unroll clip_norm "
     "log_every eval_samples peak_tflops sinks profile_steps debug_nans",
@@ -251,6 +265,9 @@ READ = {
     "remat process prediction times drop_condition sampler steps guidance",
     "MMDiT": "preset layers width heads mlp patch channels queries rope loss_weight activation attention remat process "
     "prediction times drop_condition sampler steps guidance",
+    "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
+    "norm_eps flip_sin_to_cos freq_shift linear_projection upcast_attention canvases loss_weight attention remat "
+    "process prediction times drop_condition train_steps sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
     "Latents": "path autoencoder",

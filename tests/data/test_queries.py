@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import Cells, choose, fill_buckets
 from mmjax.data.packing import Packer
+from mmjax.data.patches import patchify, unpatchify
 from mmjax.data.possible_runs import possible_runs
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
@@ -140,3 +141,12 @@ def test_refused_in_one_line() -> None:
         fill_buckets({"painter": replace(ON_CANVAS, buckets=((2, 11),))}, worst, rows_per_cell=1, sequence_length=9)
     with pytest.raises(ConfigError, match=r"UNet.canvases=.*: hold no picture of 5 x 1 pixels"):
         SampleMeta.of({"painter": ON_CANVAS}, {"painter": [(5, 1)]}, tokens=4, weight=1.0)
+
+
+def test_sides_that_are_multiples_of_several_blocks_are_cut_into_single_ones() -> None:
+    spec, picture = replace(SPEC, multiple=2), np.arange(8, dtype=np.float32).reshape(4, 2, 1)
+    patches_NE, places_NA = patchify(picture, spec)
+    assert patches_NE.ravel().tolist() == list(range(8)) and places_NA[-1].tolist() == [3, 1]
+    assert np.array_equal(unpatchify(patches_NE, (4, 2), spec), picture)
+    with pytest.raises(ValueError, match="multiple = 2"):
+        patchify(picture[:3], spec)

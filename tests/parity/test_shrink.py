@@ -128,6 +128,22 @@ def test_a_generator_becomes_small_too() -> None:
     assert rows > 0 and width % painter.merge**2 == 0
 
 
+@pytest.mark.parametrize(("tp", "heads", "mid"), [(1, (1, 2), 2), (4, (1, 4), 4)])
+def test_a_unet_becomes_two_levels_of_one_block(tp: int, heads: tuple[int, ...], mid: int) -> None:
+    names = (
+        "Model.generators={'painter': 'unet'}",
+        "painter/UNet.preset=sd-2.1",
+        "painter/UNet.heads_by_level=(5, 8, 8, 0)",
+    )
+    layout = (f"painter/Layout.tp={tp}", "painter/Layout.sp=False", "painter/Layout.rank_offset=1")
+    small = shrunk(load_config([], (*names, *layout, f"vision/Layout.rank_offset={1 + tp}"))).recipe
+    validate(small)
+    painter = small.model["painter"].settings
+    assert (painter.widths, painter.heads_by_level, painter.mid_heads) == ((8, 16), heads, mid)
+    assert (painter.width, painter.queries, painter.blocks, painter.canvases) == (64, 2, 1, ((8, 8),))
+    assert small.model["painter"].packing.given[-1][1] == 2 + 64
+
+
 @pytest.mark.parametrize(("full_layers", "small"), [(0, 0), (1, 1), (11, 2), (22, 4), (23, 5)])
 def test_windows_stay_shorter_than_samples_and_in_some_layers(full_layers: int, small: int) -> None:
     own = ("llm/Decoder.preset=mistral-7b", "llm/Decoder.layers=23", "llm/Decoder.qk_norm=True", "llm/Layout.pp=3")

@@ -40,6 +40,7 @@ from mmjax.models.lora.config import LoraConfig
 from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.nodes import Node
 from mmjax.models.projector.config import ProjectorConfig
+from mmjax.models.unet.config import UNetConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.optimizer_config import OptimizerConfig
 from mmjax.parity import product
@@ -79,6 +80,17 @@ MASKED = {"mask": "gemma3", "window": 5, "full_every": 3, "layers": 4}
 DIT = DiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, merge=MERGE, frequencies=3)
 STREAMS = MMDiTConfig(layers=2, width=16, heads=2, mlp=24, patch=PATCH, channels=2, queries=2)
 QUERIES = replace(DIT, merge=1, queries=2)
+UNET = UNetConfig(
+    width=12,
+    channels=2,
+    queries=2,
+    canvases=((2, 4), (4, 4)),
+    widths=(8, 16),
+    heads_by_level=(2, 0),
+    mid_heads=2,
+    groups=2,
+    norm_eps=1e-2,
+)
 
 
 def model_with(
@@ -140,6 +152,7 @@ MODELS = {
     "drawing, streams, chunked": model_with(
         llm={"layers": 4}, generators={"painter": replace(STREAMS, layers=4)}, loras={"painter": LoraConfig(rank=2)}
     ),
+    "drawing, unet": model_with(generators={"painter": UNET}, projectors={"painter": ProjectorConfig(hidden=12)}),
     "drawing, chunked": model_with(llm={"layers": 4}, generators={"painter": replace(DIT, layers=4)}),
     "marked": model_with(callbacks={name: marks.functions(name) for name in marks.MARKS}),
     "families": model_with(llm=FAMILIES),
@@ -286,6 +299,8 @@ def optimizers(case: Case) -> dict[str, OptimizerConfig]:
     """AdamW by module. ``eps`` is large enough that the noise of elements without a gradient stays noise."""
     rates = {"vision": 2e-3, "vision_projector": 5e-3, "depth": 1e-3, "depth_projector": 3e-3, "llm": 1e-3}
     rates |= {"painter": 3e-3, "painter_projector": 4e-3, "printer": 2e-3, "printer_projector": 5e-3}
+    if case.model == "drawing, unet":  # a deeper network, whose next gradient depends more on an update's rounding
+        rates["painter"] = 5e-4
     # Large, since A has no gradient before B has moved; B's updates are all of it, so they must be no noise either.
     rates |= {"vision_lora": 0.03, "llm_lora": 0.03, "painter_lora": 0.02}
     return {

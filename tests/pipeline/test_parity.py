@@ -40,6 +40,7 @@ DRAWING = Case(
     clip_norm=0.7,
 )
 STREAMS = replace(DRAWING, model="drawing, streams")
+UNET = replace(DRAWING, model="drawing, unet")
 ADAPTED = replace(FAN_IN, model="adapted", frozen=("vision", "llm"), clip_norm=0.3)
 DRAWING_CHUNKED = Case(
     model="drawing, chunked",
@@ -52,6 +53,9 @@ DRAWING_CHUNKED = Case(
 MASKED = Case(model="masked", vision=Layout(rank_offset=4), llm=Layout(tp=2, pp=2), clip_norm=0.7)
 
 FAST = {
+    "drawing, unet, tp, zb-h1": replace(
+        UNET, painter=Layout(tp=2, sp=False, rank_offset=6), schedule="zb-h1", remat="full", microbatches=3
+    ),
     "one device": Case(),
     "fan-in": FAN_IN,
     "fan-in, collective": replace(FAN_IN, transport="collective"),
@@ -388,6 +392,16 @@ SLOW = {
     ),
     "drawing, streams, chunks": replace(DRAWING_CHUNKED, model="drawing, streams, chunked"),
     "drawing, streams, single": replace(STREAMS, frozen=("llm",), painter=Layout(), vision=Layout(), llm=Layout()),
+    "drawing, unet": UNET,
+    "drawing, unet, three phases": replace(
+        UNET, schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4), microbatches=4
+    ),
+    "drawing, unet, llm frozen": replace(UNET, frozen=("llm", "vision", "vision_projector")),
+    "drawing, unet frozen": replace(UNET, frozen=("painter",), remat="dots"),
+    "drawing, unet, all together": replace(UNET, vision=Layout(dp=4), llm=Layout(tp=2, dp=2), painter=Layout(dp=4)),
+    "drawing, unet, sharded, zb-h1": replace(
+        UNET, painter=Layout(dp=2, shard="parameters", rank_offset=6), schedule="zb-h1", microbatches=3
+    ),
     "drawing, chunks": DRAWING_CHUNKED,
     "drawing, interleaved": replace(DRAWING_CHUNKED, schedule="interleaved"),
 }

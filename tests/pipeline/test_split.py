@@ -17,8 +17,10 @@ import toy
 from parity import Case
 from test_stage import BOTH, PATCHES, ROWS, TOKENS, inputs, place, random_like
 
+from mmjax.assembly.packers import bucket_shapes
 from mmjax.mesh.layout import Layout
 from mmjax.mesh.spread import TP_DIMENSIONS
+from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.memory import MicrobatchBytes, _replay, deferred_bytes, residual_bytes
 from mmjax.pipeline.place import PlacedModel, Settings
@@ -55,6 +57,23 @@ def test_taps_are_named_and_cannot_be_changed() -> None:
         tap.x = 2  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TypeError, match="positional"):
         _Tap(use, (), True, 0, 1)  # pyright: ignore[reportCallIssue]
+
+
+def test_w_computes_the_gradients_of_convolutions() -> None:
+    """All kernels of a UNet are tapped, and all weights of its products; norms and biases are not."""
+    case = Case(model="drawing, unet", schedule="zb-h1")
+    shapes = next(iter(bucket_shapes(parity.make_packer(case, 1), 1).values()))
+    layouts = {name: Layout(rank_offset=rank) for rank, name in enumerate(parity.MODELS[case.model].nodes)}
+    settings = Settings(optimizers=parity.optimizers(case), total_steps=1, dtype="float32", transport="device_put")
+    placed = PlacedModel(parity.MODELS[case.model], layouts, World.planned(len(layouts)), settings)
+    painter = placed.trace(shapes, placed.graph.with_split()).stages["painter.0"]
+    assert isinstance(painter, SplitFunctions)
+    matrices = {name for name, aval in by_name(painter._avals[0]).items() if aval.ndim > 2}
+    assert {name for name in matrices if "conv" in name and name.endswith("kernel")}
+    assert painter._taps.keys() == {name for name in matrices if name.startswith("painter/")} | {
+        "painter_projector/down",
+        "painter_projector/up",
+    }
 
 
 # ---- values and FLOPs ------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from mmjax.configurable import configurable, not_negative, positive, require
 ATTENTION = "attention"
 """A target: all products by which tokens of a layer read each other, whatever the layer's kind."""
 _KINDS = ("*attn/*", "delta/*")
-"""Names of these products' weights: of attention, with latents or without, also of several streams ("condition_attn"),
-and of delta layers.
+"""Names of these products' weights: of attention, with latents or without, of several streams ("condition_attn") and of
+a UNet's blocks, and of delta layers.
 """
 
 

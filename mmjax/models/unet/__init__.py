@@ -1,0 +1,1 @@
+"""UNets of latent diffusion: generators of pictures."""

@@ -1,0 +1,189 @@
+"""UNets as a module.
+
+A row has one picture: ``UNet.queries`` places of the condition, then the places of a canvas in row-major order. At
+places of the canvas the first of D features are the noisy picture's numbers, and behind the layer the prediction; at
+places of the condition they are the condition. A layer is a complete network.
+
+Shapes: R rows, N places of the condition, T of the canvas, D width, E channels of a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from mmjax.attention.mask import Mask
+from mmjax.attention.row_runs import ANY_RUNS
+from mmjax.data.types import EncoderSpec
+from mmjax.models.context import Context
+from mmjax.models.guidance import Guidance
+from mmjax.models.layers import Params
+from mmjax.models.module import Block, HostInputs, LayerGroup, Loss, Module, Predict
+from mmjax.models.parameters import Part
+from mmjax.models.traced_flops import parameter_shapes, record_shapes
+from mmjax.models.unet import layers
+from mmjax.models.unet.config import UNetConfig
+from mmjax.models.unet.parameters import UNet
+
+
+@dataclass(frozen=True)
+class LatentUNet(Module):
+    """A generator of pictures from noise; tokens of other modules are the condition that its places attend to."""
+
+    config: UNetConfig
+
+    Config = UNetConfig
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """One group of all layers, each a complete network."""
+        c = self.config
+        return (LayerGroup(c.layers, partial(UNet, c), partial(_block, c), checkpoints=True),)
+
+    def parts(self, *, first: bool, last: bool) -> tuple[Part, ...]:
+        """(): all parameters are in layers."""
+        del first, last
+        return ()
+
+    def inputs(self, *, first: bool, last: bool) -> tuple[str, ...]:
+        """ "segments" and "times"; "patches" on the first stage, "targets" and "weights" on the last."""
+        ends = (("patches",) if first else ()) + (("targets", "weights") if last else ())
+        return ("segments", "times", *ends)
+
+    def embed(self, p: Params, context: Context) -> Float[Array, "R N+T D"]:
+        """Features of the context's host input "patches", which are noisy; zeros at places of the condition.
+
+        ``p`` has networks' parameters, {"layers": …}, of which the dtype is read.
+        """
+        c, network = self.config, next(iter(p.values()))
+        patches_RTE = context.inputs["patches"].astype(network["conv_in"]["bias"].dtype)
+        return jnp.pad(patches_RTE, [(0, 0), (c.queries, 0), (0, c.width - c.channels)])
+
+    @property
+    def losses(self) -> Mapping[str, Loss]:
+        """One loss, "loss", with the weight ``UNet.loss_weight``."""
+        return {"loss": Loss(weight=self.config.loss_weight)}
+
+    def loss(self, p: Params, context: Context, x: Float[Array, "R N+T D"]) -> dict[str, Float[Array, ""]]:
+        """{"loss": the sum of weighted squared errors of the prediction over the local places}.
+
+        ``p`` is not read, and ``x`` is the result of ``end``. The context's inputs include "targets" and "weights".
+        """
+        targets, weights = context.inputs["targets"], context.inputs["weights"]
+        errors_RTE = self.predict(p, context, x) - targets
+        return {"loss": jnp.sum(weights[..., None] * jnp.square(errors_RTE))}
+
+    def predict(self, p: Params, context: Context, x: Float[Array, "R N+T D"]) -> Float[Array, "R T E"]:
+        """The prediction at each place of the canvas in fp32.
+
+        ``p`` and ``context`` are not read, and ``x`` is the result of ``end``.
+        """
+        del p, context
+        return x[:, self.config.queries :, : self.config.channels].astype(jnp.float32)
+
+    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        """The places ``[R, T, E]`` of pictures of each microbatch, from noise by ``UNet.steps`` steps.
+
+        Args:
+          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
+            replaced.
+          predict: computes the results of the method ``predict`` for such inputs.
+        """
+        return self.config.drawing.draw(inputs, predict)
+
+    @property
+    def guidance(self) -> Guidance:
+        """The combination of predictions with and without the condition."""
+        return self.config.guided
+
+    @property
+    def medium(self) -> EncoderSpec:
+        """The cutting of a picture into places, for the data side."""
+        c = self.config
+        return EncoderSpec(
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.channels,
+            special=c.queries,
+            queries=c.queries,
+            canvases=c.canvases,
+            bounded_by="UNet.canvases",
+            multiple=2 ** (len(c.widths) - 1),
+            drawn=True,
+            process=c.noising,
+        )
+
+    def forward_flops(self, lengths: Iterable[int]) -> int:
+        """Model FLOPs of a forward over pictures of so many places each, in total.
+
+        They are a polynomial of degree 2 in the places, since attention inside a picture is of pairs.
+        """
+        fixed, per_place, per_pair = _work(self.config)
+        places = [int(length) for length in lengths]
+        return round(
+            len(places) * fixed + sum(places) * per_place + sum(number * number for number in places) * per_pair
+        )
+
+    def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
+        """``forward_flops``: its masks have no words, whose pairs could be counted."""
+        del pairs
+        return self.forward_flops(lengths)
+
+
+@lru_cache(maxsize=64)
+def _work(c: UNetConfig) -> tuple[Fraction, Fraction, Fraction]:
+    """FLOPs of a picture, of each of its places, and of each pair of them, from traces of three squares."""
+    sides = [factor * 2 ** (len(c.widths) - 1) for factor in (1, 2, 3)]
+    c, places = replace(c, canvases=tuple(zip(sides, sides, strict=True))), [side * side for side in sides]
+    (first, second, third), (x, y, z) = places, [Fraction(c.layers * _traced(c, number)) for number in places]
+    slope = (y - x) / (second - first)
+    per_pair = ((z - x) / (third - first) - slope) / (third - second)
+    per_place = slope - per_pair * (first + second)
+    return x - per_place * first - per_pair * first**2, per_place, per_pair
+
+
+def _traced(c: UNetConfig, places: int) -> int:
+    """FLOPs of a layer for a picture on a canvas of so many places."""
+    inputs = {
+        "segments": jax.ShapeDtypeStruct((1, c.queries + places), jnp.int32),
+        "times": jax.ShapeDtypeStruct((1, places), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((1, c.queries + places, c.width), jnp.float32)
+    return record_shapes(
+        lambda context, p, x: _block(c, context, x)(x, p), inputs, parameter_shapes(partial(UNet, c)), x
+    ).products
+
+
+def _block(c: UNetConfig, context: Context, x_RTD: Float[Array, "R N+T D"]) -> Block:
+    """The function of the layer, (x [R, N + T, D], its parameters) -> [R, N + T, D]."""
+    rows, columns = c.canvas(x_RTD.shape[1] - c.queries)
+    in_use = context.inputs["segments"] > 0
+    used_RN, inside_RHW = in_use[:, : c.queries], in_use[:, c.queries :].reshape(-1, rows, columns)
+    # Of the level's rows it is known alone whether they are whole.
+    runs = 1 if context.backend.max_runs == 1 else ANY_RUNS
+
+    def layer(x_RTD: Array, p: Params) -> Array:
+        condition_RND, places_RTE = x_RTD[:, : c.queries], x_RTD[:, c.queries :, : c.channels]
+        prediction_RHWE = layers.unet(
+            p,
+            c,
+            places_RTE.reshape(*inside_RHW.shape, c.channels),
+            context.inputs["times"][:, 0] * c.timestep_scale,
+            condition_RND,
+            inside_BHW=inside_RHW,
+            used_BN=used_RN,
+            axes=context.axes,
+            backend=replace(context.backend, max_runs=runs),
+        )
+        beyond = [(0, 0), (0, 0), (0, c.width - c.channels)]
+        prediction_RTD = jnp.pad(prediction_RHWE.reshape(places_RTE.shape), beyond)
+        return jnp.concatenate([condition_RND, prediction_RTD], axis=1)
+
+    return layer
