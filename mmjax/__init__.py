@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mmjax.configurable import from_preset as from_preset
     from mmjax.configurable import positive as positive
     from mmjax.data.config import DataConfig as DataConfig
+    from mmjax.data.config import LatentsConfig as LatentsConfig
     from mmjax.data.config import PackingConfig as PackingConfig
     from mmjax.data.examples import Example as Example
     from mmjax.data.examples import Examples as Examples
@@ -135,6 +136,7 @@ __all__ = [
     "EqualHeads",
     "Example",
     "Examples",
+    "LatentsConfig",
     "LayerGroup",
     "Layout",
     "LoraConfig",
@@ -219,7 +221,7 @@ _NAMES_OF = {
     "mmjax.config": ("load_config",),
     "mmjax.config.from_folder": ("from_hf",),
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
-    "mmjax.data.config": ("DataConfig", "PackingConfig"),
+    "mmjax.data.config": ("DataConfig", "LatentsConfig", "PackingConfig"),
     "mmjax.data.examples": ("Example", "Examples"),
     "mmjax.data.sources": ("Entry", "Media", "Record", "SourceConfig", "Turn", "Unusable"),
     "mmjax.data.spec": ("DataSpec",),

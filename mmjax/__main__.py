@@ -25,6 +25,8 @@ COMMANDS = {
     "profile": "measures a configuration's layers, for plans.",
     "launch": "starts several processes on this host: mmjax launch -n 4 mmjax train …",
     "serve": "prepares batches on CPU hosts, for trainers with Data.servers.",
+    "latents": "makes the latents of pictures ahead, for generators of latents.",
+    "train_autoencoder": "trains an autoencoder of pictures, whose latents a generator makes.",
     "reorder": "orders the samples of a step so that encoders do not wait.",
     "sample_data": "writes dialogues about digits in each layout of data that mmjax reads.",
     "bench": "benchmarks.",

@@ -94,10 +94,13 @@ class _MeanState(NamedTuple):
 def _keep_mean() -> optax.GradientTransformation:
     """Keeps a running mean in the state, which `with_mean` replaces after each update."""
 
-    def update(updates: Any, state: _MeanState, params: Any = None) -> tuple[Any, _MeanState]:
+    def init(params: Any) -> Any:
+        return _MeanState(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return updates, state
 
-    return optax.GradientTransformation(_MeanState, update)
+    return optax.GradientTransformation(init, update)
 
 
 def mean_of(state: optax.OptState) -> Any | None:

@@ -45,6 +45,8 @@ STANDS_ON = {
     "planner": "restarts",
     "progress": "mesh",
     "assembly": "config progress",
+    "latents": "models progress",
+    "train_autoencoder": "latents optimizer",
     "viz": "assembly",
     # Commands with rooms of their own: a folder has the command and what only it does.
     "eval": "viz",
@@ -168,12 +170,22 @@ NAMES_FAMILIES = {
     "mmjax.models.families": "the registry",
     "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower",
     "mmjax.parity.shrink": "smaller settings of each family",
+    "mmjax.assembly.latents": "pictures of a generator's latents",
+    **{
+        f"mmjax.{name}": "a command about autoencoders"
+        for name in (
+            *("latents.checking", "latents.making", "latents.running"),
+            *("train_autoencoder.__main__", "train_autoencoder.checkpoints", "train_autoencoder.running"),
+            *("train_autoencoder.settings", "train_autoencoder.step"),
+        )
+    },
 }
 """Modules outside a family's folder that import from it; beside these, the dense reference and benchmarks do."""
 
 
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
-    folders = {f"mmjax.models.{name}" for name in ("dit", "llama", "temporal", "unet", "vit", "whisper")}
+    names = ("autoencoder", "dit", "llama", "temporal", "unet", "vit", "whisper")
+    folders = {f"mmjax.models.{name}" for name in names}
     importing = {
         name
         for name, imported in whole_graph().items()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from mmjax.assembly.latents import with_latents
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.derived import with_media
@@ -201,7 +202,7 @@ def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
     indices = {(edge.source, edge.target): edge.settings.index for edge in model.flows}
     return {
         name: replace(
-            spec,
+            with_latents(spec, name, model[name].latents),
             buckets=per_cell(model[name].packing.given, cells),
             abreast=_abreast(modules[name], model[name].layout),
             reads=tuple((source, indices[source, name]) for source in model.sources(name)),

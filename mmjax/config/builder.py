@@ -14,7 +14,7 @@ from mmjax.config.processor import FREE, data_settings, grown_tables, source_set
 from mmjax.config.scopes import scopes_of
 from mmjax.config.types import Mismatch, convert
 from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
-from mmjax.data.config import DataConfig, PackingConfig
+from mmjax.data.config import DataConfig, LatentsConfig, PackingConfig
 from mmjax.data.origin import origin_class, task_class
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.spec import DataSpec
@@ -149,6 +149,7 @@ class ConfigBuilder:
             projector=None if role == "llm" else self._projector(name, data, folders),
             lora=self._adapters(name, adapters, folders),
             packing=self._build(PackingConfig, name),
+            latents=self._build(LatentsConfig, name) if role == "generator" else LatentsConfig(),
             offload=self._build(OffloadConfig, name),
             callbacks=self._build(CallbacksConfig, name),
         )

@@ -101,6 +101,19 @@ class DataConfig:
             require(bool(value), f"Data.{name}", value, f"name {kind} of the model, such as {example!r}")
 
 
+@configurable("Latents")
+@dataclass(frozen=True, kw_only=True)
+class LatentsConfig:
+    """Latents of an autoencoder, which a generator makes in place of pictures.
+
+    path: the folder of latents that ``python -m mmjax.latents`` has made of all pictures; "" for none.
+    autoencoder: the autoencoder's folder, as diffusers writes it, which makes pictures of what is drawn; "" shows none.
+    """
+
+    path: str = ""
+    autoencoder: str = ""
+
+
 @configurable("Packing")
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:

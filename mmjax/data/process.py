@@ -99,7 +99,7 @@ class ProcessSettings:
 
     def idle_process(self, scope: str) -> dict[str, str]:
         """The reason why nothing reads a setting, by field; ``scope`` is as in ``check_process``."""
-        reasons = {}
+        reasons: dict[str, str] = {}
         if self.times == "uniform":
             reasons |= dict.fromkeys(("times_mean", "times_std"), f"{scope}.times='uniform' has neither")
         shifts = ("base_shift", "max_shift", "base_patches", "max_patches")

@@ -20,6 +20,8 @@ from mmjax.configurable import require
 from mmjax.data.log_mel import LogMel
 from mmjax.data.process import Process
 
+BLANK = "blank"
+"""The latents of prompts, whose pictures are not there yet."""
 _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 
 
@@ -49,6 +51,10 @@ class EncoderSpec:
       canvases: grids of patches (rows, columns), each of which holds the one before; () = patches in one line. A
         picture of a generator with `queries` lies in the upper left corner of the canvas of its bucket.
       multiple: a side of a medium is a multiple of so many blocks.
+      latents: the folder of the latents that a generator makes in place of pictures, as `mmjax.data.latents` has them;
+        `BLANK` for blank ones, of prompts; "" for pictures. A sample's medium is then first [h, w, 2 C], mean and
+        deviation, until `with_noise` draws it.
+      factor: pixels of a picture along a side of a latent's pixel; 1 for pictures.
       newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
       most_tiles: the largest picture, in tiles; larger ones are resized. 0 = any.
       reads: the modules whose tokens it reads, each with the name of its host input of places ("" for the default); ()
@@ -76,6 +82,8 @@ class EncoderSpec:
     queries: int = 0
     canvases: tuple[tuple[int, int], ...] = ()
     multiple: int = 1
+    latents: str = ""
+    factor: int = 1
     newline: bool = False
     most_tiles: int = 0
     reads: tuple[tuple[str, str], ...] = ()

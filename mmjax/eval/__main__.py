@@ -14,6 +14,7 @@ from mmjax.config import load_run_config
 from mmjax.config.flags import PROCESS_FLAGS, Flag, join_processes, one_line_errors, parse_flags, run_command
 from mmjax.configurable import ConfigError
 from mmjax.eval.report import USUAL_SAMPLES, EvalReport, evaluate
+from mmjax.recipe import Recipe
 
 FLAGS = (
     Flag(name="run_dir", doc="the directory of a training run.", required=True),
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         join_processes(flags)
         report = evaluate(recipe, run_dir, data, count, source=source)
         if out:
-            _write(out, report)
+            _write(out, report, recipe)
         numbers = report.numbers()
         if flags.values["json"]:
             print(json.dumps(numbers))
@@ -84,8 +85,9 @@ def _made_folder(out: str) -> Path:
     return Path(out)
 
 
-def _write(folder: Path, report: EvalReport) -> None:
+def _write(folder: Path, report: EvalReport, recipe: Recipe) -> None:
     """Writes questions and answers as JSONL, and a picture of the first of them."""
+    from mmjax.assembly.latents import Decoders
     from mmjax.viz.answers import draw_answers
     from mmjax.viz.grid import draw_grid, pairs_of
 
@@ -96,8 +98,9 @@ def _write(folder: Path, report: EvalReport) -> None:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     (folder / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
     answers, drawings = report.evaluation.answers[:DRAWN], report.evaluation.drawings[:DRAWN]
-    draw_answers(report.samples[:DRAWN], answers, folder / "predictions.png", drawings=drawings)
-    if pairs := pairs_of(report.samples[:DRAWN], drawings):
+    shown, drawings = Decoders.of(recipe).shown(report.samples[:DRAWN], drawings)
+    draw_answers(shown, answers, folder / "predictions.png", drawings=drawings)
+    if pairs := pairs_of(shown, drawings):
         draw_grid(pairs, folder / "drawings.png")
 
 

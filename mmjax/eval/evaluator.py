@@ -22,6 +22,7 @@ from mmjax.data.types import EncoderSpec, Sample, SampleMeta
 from mmjax.eval.rounds import Rounds
 from mmjax.eval.scores import Evaluation, score
 from mmjax.models.config import LLM
+from mmjax.models.diffusion import Diffusion
 from mmjax.pipeline.answers import Answer
 from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.predict import GREEDY, Predictor
@@ -205,20 +206,24 @@ class Evaluator:
     def level_losses(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
     ) -> dict[str, dict[str, float]]:
-        """The mean squared error of each generator's predictions by level of noise; {} without media to be made.
+        """The mean squared error of predictions by generator and level of noise; {} without media to be made.
+
+        A generator has it whose settings are ``Diffusion``, so that it predicts the targets of its noise process.
 
         Levels are the middles of five equal parts of a process's times, by their share of the last time, such as "0.1".
         Noise is the samples' own, and none is without its condition. For `states` and `meet` see `answers`.
         """
         noisy, encoders = [sample for sample in samples if sample.noise], self.parts.packer.encoders
-        if not noisy:
+        generators = self.parts.placed.model.generators
+        names = [name for name in self.predictor.painters if isinstance(generators[name].config, Diffusion)]
+        if not (noisy and names):
             return {}
         errors, counts = dict[str, np.ndarray](), dict[str, int]()
         with self._loaded(states, meet):
             for packed in zip(*(self.rounds(_at_level(noisy, level, encoders)) for level in LEVELS), strict=True):
                 meet()
                 batches = [of_level.batch for _, of_level in packed]
-                for number, predicted in enumerate(self.predictor.predictions(batches)):
+                for number, predicted in enumerate(self.predictor.predictions(names, batches)):
                     for name, predictions in predicted.items():
                         sums = errors.setdefault(name, np.zeros(len(LEVELS)))
                         for prediction, (_, inputs) in zip(predictions, batches[number], strict=True):

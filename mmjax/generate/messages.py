@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
@@ -13,7 +13,7 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.picture_prompts import MOST_SIDE
 from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.types import BLANK, EncoderSpec, Sample
 from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
@@ -65,8 +65,11 @@ def for_pictures(recipe: Recipe, path: str, *, media: str, cache: str, source: s
 
     The arguments and errors are those of `for_messages`; `path` is a file of dialogues with blank pictures.
     """
-    reader = partial(replace, kind="llava", draw=False, drawn_size=(0, 0), drawn_pixels=MOST_SIDE**2)
-    return _prompts(recipe, path, reader, media=media, cache=cache, limit=0, source=source)
+    blank = {name: replace(node.latents, path=BLANK) for name, node in recipe.model.nodes.items() if node.latents.path}
+    model = recipe.model.map(lambda node: replace(node, latents=blank.get(node.name, node.latents)))
+    recipe = replace(recipe, model=model)
+    changes = {"kind": "llava", "draw": False, "drawn_size": (0, 0), "drawn_pixels": MOST_SIDE**2}
+    return _prompts(recipe, path, changes, media=media, cache=cache, limit=0, source=source)
 
 
 def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:
@@ -86,24 +89,23 @@ def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: in
     Raises:
       ConfigError: a dialogue or a medium cannot be read.
     """
-    reader = partial(replace, kind=PROMPTS)
-    return _prompts(recipe, path, reader, media=media, cache=cache, limit=limit, source=source)
+    return _prompts(recipe, path, {"kind": PROMPTS}, media=media, cache=cache, limit=limit, source=source)
 
 
 def _prompts(
     recipe: Recipe,
     path: str,
-    as_reader: Callable[[SourceConfig], SourceConfig],
+    changes: Mapping[str, Any],
     *,
     media: str,
     cache: str,
     limit: int,
     source: str,
 ) -> Prompts:
-    """See `for_messages`; `as_reader` makes the settings of the messages' source of those of the run's."""
+    """See `for_messages`; ``changes`` are settings of the messages' source in place of those of the run's."""
     settings = recipe.data.settings
     like = source_like(recipe, source, "--messages") or SourceConfig(max_pixels=settings.max_pixels, max_patches=0)
-    reader = replace(as_reader(like), path=path, media=media, held_out=0, strict=True, cut=False)
+    reader = replace(like, path=path, media=media, held_out=0, strict=True, cut=False, **changes)
     settings = replace(settings, sources={"messages": 1.0}, cache=cache, reorder="none", servers=(), workers=0)
     data = replace(recipe.data, settings=settings, sources={"messages": reader})
     frozen = {part: replace(optimizer, frozen=True) for part, optimizer in recipe.model.optimizers.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmjax.assembly.latents import Decoders, usual_size
 from mmjax.configurable import ConfigError, require
 from mmjax.data.messages import Dialogue, write_messages
 from mmjax.data.picture_prompts import Size, messages_of, sizes_of, with_blanks
@@ -77,6 +78,8 @@ def draw_pictures(
 
     if run_dir:
         require_checkpoint(run_dir)
+    decoders = Decoders.of(recipe)
+    decoders.require_known()
     default = _usual_size(recipe)
     names = [f"{named}: prompt {number}" if len(dialogues) > 1 else named for number in range(1, len(dialogues) + 1)]
     sizes = [sizes_of(dialogue, default, name) for dialogue, name in zip(dialogues, names, strict=True)]
@@ -95,7 +98,10 @@ def draw_pictures(
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(path), named)) from None
         pictures = Writer(prompts, run_dir, style, text=False).draw(drawn)
-    made = [tuple(picture for of_one in by_generator.values() for picture in of_one) for by_generator in pictures]
+    made = [
+        tuple(decoders.picture(name, medium) for name, media in by_generator.items() for medium in media)
+        for by_generator in pictures
+    ]
     return [made[first : first + samples] for first in range(0, len(made), samples)]
 
 
@@ -127,6 +133,9 @@ def write_pictures(folder: Path, pictures: Sequence[Sequence[Pictures]]) -> list
 
 def _usual_size(recipe: Recipe) -> Size | None:
     """The size of all pictures that the run was trained on, if they have one."""
+    latents = [node.latents.path for node in recipe.model.nodes.values() if node.latents.path]
+    if latents:
+        return usual_size(latents[0])
     sizes = {source.drawn_size for source in recipe.data.sources.values()}
     return sizes.pop() if len(sizes) == 1 and any(next(iter(sizes))) else None
 
@@ -144,7 +153,7 @@ def _noisy(sample: Sample, seed: int, number: int) -> Sample:
 def _require_sizes(prompts: Prompts, sample: Sample, sizes: Sequence[Size], name: str) -> None:
     """Raises ConfigError unless the generator makes pictures of exactly these sizes."""
     for generator in sample.noise:
-        block = prompts.specs[generator].block
+        block = prompts.specs[generator].block * prompts.specs[generator].factor
         for height, width in sizes:
             fix = f"{generator!r} makes multiples of {block} pixels"
             nearest = " and ".join(str(max(1, round(side / block)) * block) for side in (height, width))

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from mmjax.assembly.assembly import plan
 from mmjax.assembly.buckets import with_buckets
 from mmjax.assembly.epochs import with_steps
+from mmjax.assembly.latents import Decoders
 from mmjax.assembly.orders import order_of
 from mmjax.assembly.parts import Assembly
 from mmjax.assembly.samples import open_source
@@ -339,4 +340,5 @@ def draw_samples(recipe: Recipe, path: str | Path | None = None) -> Figure:
     """
     source = open_source(recipe, split="train")
     samples = [source.sample(index) for index in range(min(_SAMPLES, recipe.train.global_batch))]
-    return draw_answers(samples, None, path, title="training samples")
+    shown, _ = Decoders.of(recipe).shown(samples, ())
+    return draw_answers(shown, None, path, title="training samples")

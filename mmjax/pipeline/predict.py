@@ -275,11 +275,12 @@ class Predictor(Walker):
         return drawn
 
     def predictions(
-        self, batches: Sequence[Sequence[tuple[Signature, InputShapes]]]
+        self, names: Sequence[str], batches: Sequence[Sequence[tuple[Signature, InputShapes]]]
     ) -> list[dict[str, list[np.ndarray]]]:
-        """What each generator of media predicts of its noisy patches, without guidance. ``load`` has to come first.
+        """The predictions of generators of media for their noisy patches, unguided. ``load`` has to come first.
 
         Args:
+          names: the generators.
           batches: each as for ``losses``. They differ in inputs of generators alone: the language model runs once.
 
         Returns:
@@ -292,7 +293,7 @@ class Predictor(Walker):
             self._require_fitting(microbatches)
         self._run_over_rows(batches[0])
         predicted: list[dict[str, list[np.ndarray]]] = [{} for _ in batches]
-        for name in self.painters:
+        for name in names:
             predict = self._with_conditions(name, batches[0])
             for by_generator, microbatches in zip(predicted, batches, strict=True):
                 by_generator[name] = predict([inputs[name] for _, inputs in microbatches])

@@ -151,4 +151,6 @@ def _of_source(recipe: Recipe, _: str) -> Reasons:
     reasons = {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
     if set(recipe.model.generators) <= set(recipe.model.talkers):
         reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "no generator of the model makes pictures")
+    elif all(recipe.model[name].latents.path for name in set(recipe.model.generators) - set(recipe.model.talkers)):
+        reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "latents have the sizes with which they were made")
     return reasons

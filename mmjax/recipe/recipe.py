@@ -148,4 +148,6 @@ def _settings_of(node: ModuleSpec) -> Iterator[Any]:
     yield node.layout
     if node.projector:
         yield node.projector.settings
+    if node.role == "generator":
+        yield node.latents
     yield from (node.packing, node.lora.settings, node.offload, node.callbacks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.configurable import require
-from mmjax.data.config import PackingConfig
+from mmjax.data.config import LatentsConfig, PackingConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, family_setting, lora_name
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of, kind_of
@@ -83,6 +83,7 @@ class ModuleSpec(PartSpec):
       projector: between it and the LLM; ``None`` for the LLM.
       lora: its low-rank adapters.
       packing: buckets of its rows.
+      latents: of a generator that makes latents of pictures.
       offload: the state that waits in host memory.
       callbacks: a user's own functions between its parts.
     """
@@ -94,6 +95,7 @@ class ModuleSpec(PartSpec):
     projector: ProjectorSpec | None = None
     lora: LoraSpec = field(default_factory=LoraSpec)
     packing: PackingConfig = field(default_factory=PackingConfig)
+    latents: LatentsConfig = field(default_factory=LatentsConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from mmjax.assembly.latents import Decoders
 from mmjax.assembly.parts import PlacedRun
 from mmjax.data.types import Sample
 from mmjax.eval.evaluator import Evaluator, Meet, room_for
@@ -99,8 +102,7 @@ class Scoring:
         if self._files:
             if draw and self.recipe.train.predictions:
                 self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
-                count = self.recipe.train.predictions
-                if pairs := pairs_of(samples[:count], plain.drawings[:count]):
+                if pairs := pairs_of(*self._shown(samples, plain)):
                     self._files.draw("drawings.png", lambda path: draw_grid(pairs, path))
             # After the picture: a row says that the evaluation is complete.
             self._files.add_evaluation({"step": step} | figures(plain, swapped))
@@ -137,5 +139,12 @@ class Scoring:
         return self.evaluator is None or broadcast_text(str(int(scored))) == "1"
 
     def _draw(self, samples: Sequence[Sample], evaluation: Evaluation, path: Path) -> None:
+        shown, drawings = self._shown(samples, evaluation)
+        draw_answers(shown, evaluation.answers[: len(shown)], path, drawings=drawings)
+
+    def _shown(
+        self, samples: Sequence[Sample], evaluation: Evaluation
+    ) -> tuple[list[Sample], list[dict[str, tuple[np.ndarray, ...]]]]:
+        """The first samples and what was drawn for them, as pictures."""
         count = self.recipe.train.predictions
-        draw_answers(samples[:count], evaluation.answers[:count], path, drawings=evaluation.drawings[:count])
+        return Decoders.of(self.recipe).shown(samples[:count], evaluation.drawings[:count])

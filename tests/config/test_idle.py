@@ -268,6 +268,7 @@ READ = {
     "process prediction times drop_condition train_steps sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
+    "Latents": "path autoencoder",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Edge": "index inject levels",

@@ -109,4 +109,6 @@ def test_an_optimizer_keeps_a_mean_only_where_it_is_asked_for() -> None:
     assert mean_of(make_optimizer(OptimizerConfig(), 5, {"w": True}).init(params)) is None
     state = make_optimizer(OptimizerConfig(ema=0.9), 5, {"w": True}).init(params)
     moved = with_mean(state, next_mean(mean_of(state), {"w": params["w"] + 1}, 0.9))
-    np.testing.assert_allclose(mean_of(moved)["w"], params["w"] + 0.1, rtol=1e-6)
+    mean = mean_of(moved)
+    assert mean is not None
+    np.testing.assert_allclose(mean["w"], params["w"] + 0.1, rtol=1e-6)

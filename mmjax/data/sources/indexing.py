@@ -43,6 +43,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         + ([spec.most_tiles] if spec.newline else [])
         + ([spec.frames] if spec.frames > 1 else [])
         + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
+        + ([spec.latents] if spec.latents else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
@@ -81,7 +82,7 @@ class Indexer:
         if path.exists():
             try:
                 head, index = indexes.read(path)
-                changed = head["made_for"] != settings or not set(self.reader.files()) <= set(index.files)
+                changed = head["made_for"] != settings or not set(self._decisive_files()) <= set(index.files)
                 if not changed and indexes.fingerprint(index.files) == head["files"]:
                     return head["digest"], index
                 changed = "the data has changed since it was indexed; its index is made again"
@@ -92,10 +93,14 @@ class Indexer:
         digest = indexes.write(path, index, settings, indexes.fingerprint(index.files))
         return digest, indexes.read(path)[1]
 
+    def _decisive_files(self) -> list[str]:
+        """The files that decide which records there are, and which of them can be used."""
+        return [*self.reader.files(), *(file for made in self.records.drawings.values() for file in made.files)]
+
     def _make(self) -> Index:
         entries = list(self.reader.scan())
         faults: list[Fault] = []
-        files: dict[str, None] = dict.fromkeys(self.reader.files())
+        files: dict[str, None] = dict.fromkeys(self._decisive_files())
         usable: list[Measured] = []
         unread = Counter[str]()
         with self.observer.progress(len(entries), f"indexing {self.name}") as done:

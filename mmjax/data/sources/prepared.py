@@ -255,7 +255,7 @@ class PreparedRecords:
         media: list[np.ndarray] = []
         for at, (sizes, measure) in enumerate(zip(sizes_of_files, measures, strict=True)):
             spec = self._records.encoders[name]
-            values = spec.channels * (spec.frames if measure and measure.clip else 1)
+            values = spec.channels * (spec.frames if measure and measure.clip else 2 if spec.latents else 1)
             arrays = [np.zeros((*size, values), np.float32) for size in sizes]
             if tokenized and encoded:
                 record = tokenized.record.id

@@ -55,19 +55,19 @@ def plan(size: Size, config: SourceConfig, spec: EncoderSpec, *, alone: bool = T
         bounded = _bounded(size, config, spec)
         return [Step(size=bounded, crop=(0, 0, *bounded), at=(0, 0), canvas=_padded(bounded, spec.block))]
     if config.resize == "smart":
-        return [_stretched(smart_size(size, spec.block, config.min_pixels, config.max_pixels))]
+        return [stretched(smart_size(size, spec.block, config.min_pixels, config.max_pixels))]
     if config.resize == "naflex":
-        return [_stretched(_naflex(size, spec.block, config.max_patches // spec.patches_per_token))]
+        return [stretched(_naflex(size, spec.block, config.max_patches // spec.patches_per_token))]
     if config.resize == "largest":
-        return [_stretched(_largest(size, config.max_patches, spec))]
+        return [stretched(_largest(size, config.max_patches, spec))]
     if config.resize == "fixed":
         return [_fitted(size, config)]
     if config.alone and not alone:
         return [Step(size=config.size, crop=(0, 0, *config.size), at=(0, 0), canvas=config.size, square=True)]
-    return [_stretched(config.size), *_tiles(size, config)]
+    return [stretched(config.size), *_tiles(size, config)]
 
 
-def _stretched(size: Size) -> Step:
+def stretched(size: Size) -> Step:
     return Step(size=size, crop=(0, 0, *size), at=(0, 0), canvas=size)
 
 
@@ -140,7 +140,7 @@ def _largest(size: Size, most: int, spec: EncoderSpec) -> Size:
 def _fitted(size: Size, config: SourceConfig) -> Step:
     wanted = config.size
     if config.fit == "stretch":
-        return _stretched(wanted)
+        return stretched(wanted)
     if config.fit == "pad":
         inside = _inside(size, wanted)
         at = (wanted[0] - inside[0]) // 2, (wanted[1] - inside[1]) // 2

@@ -50,11 +50,13 @@ class TargetPictures(Pictures):
         half = (0.5,) * spec.channels
         super().__init__(name, replace(config, preset="", resize="smart", max_patches=0, mean=half, std=half), spec)
 
+    files = ()
+
     def _steps(self, size: Size, *, alone: bool) -> list[Step]:
         return [covering(size, self._size or self._nearest(size))]
 
     def _nearest(self, size: Size) -> Size:
-        """The size of a picture in its own shape; on canvases at most that of the largest."""
+        """Height and width for a picture in its own shape, within the largest canvas."""
         block = self.spec.block
         nearest = smart_size(size, block, 0, self.config.drawn_pixels)
         most = [self.spec.patch * side for side in (self.spec.canvases or [nearest])[-1]]

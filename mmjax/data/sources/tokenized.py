@@ -25,7 +25,7 @@ from mmjax.data.sources.sizes import Size
 from mmjax.data.sources.skipped import reason_of
 from mmjax.data.sources.sound_tracks import with_sound_tracks
 from mmjax.data.sources.storage import Unreachable, Unusable
-from mmjax.data.sources.target_pictures import TargetPictures, makes_pictures
+from mmjax.data.sources.target_latents import targets_of
 from mmjax.data.sources.videos import Videos
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
@@ -125,11 +125,7 @@ class RecordTokenizer:
             **generators,
         }
         self.generators = tuple(generators)
-        self.drawings = {
-            generator: TargetPictures(name, config, generator, spec)
-            for generator, spec in generators.items()
-            if makes_pictures(spec)
-        }
+        self.drawings = targets_of(name, config, generators)
         self.pictures = Pictures(name, config, image) if image and image.axes == 2 else None
         self.videos = Videos(name, config, image) if image and image.axes == 2 else None
         self._recordings = Recordings(config, audio) if audio and audio.log_mel else None
@@ -215,7 +211,8 @@ class RecordTokenizer:
             )
         if name not in self.drawings:
             channels = self.encoders[name].channels
-            raise Unusable(f"{name!r} makes {channels} channels, and a picture has 1 or 3: set {name}/DiT.channels")
+            fix = f"set {name}/DiT.channels, or name latents of the pictures in {name}/Latents.path"
+            raise Unusable(f"{name!r} makes {channels} channels, and a picture has 1 or 3: {fix}")
         return name
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:

@@ -1,0 +1,118 @@
+"""Latents in a run: how a generator's medium follows from them, and pictures of what a generator draws."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from mmjax.configurable import ConfigError, require
+from mmjax.data.config import LatentsConfig
+from mmjax.data.latents import Description, folder_of
+from mmjax.data.types import BLANK, EncoderSpec, Sample
+from mmjax.models.autoencoder.weights import settings as settings_of
+from mmjax.recipe import Recipe
+from mmjax.weights.folder import read_config
+
+if TYPE_CHECKING:
+    from mmjax.models.autoencoder.model import Autoencoder
+
+Drawings = Mapping[str, tuple[np.ndarray, ...]]
+"""Media [h, w, C] drawn for one sample, by generator."""
+
+
+def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> EncoderSpec:
+    """The spec of the generator ``name`` as that of latents, if it has some.
+
+    Raises:
+      ConfigError: the folder of latents, or of their autoencoder, cannot be read, or has other channels.
+    """
+    if not (latents.path or latents.autoencoder):
+        return spec
+    try:
+        if latents.path in ("", BLANK):
+            config = settings_of(read_config(latents.autoencoder))
+            folder, factor, channels = latents.path, config.factor, config.latent_channels
+        else:
+            found = folder_of(latents.path)
+            description = Description.read(found)
+            folder, factor, channels = str(found), description.factor, description.channels
+    except ConfigError as error:
+        raise ConfigError(f"{name}/Latents: {error}") from None
+    fix = f"{name!r} makes {spec.channels} channels; set its channels to {channels}"
+    require(channels == spec.channels, f"{name}/Latents.path", latents.path or latents.autoencoder, fix)
+    return replace(spec, latents=folder, factor=factor)
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """Makes pictures of the latents that generators draw.
+
+    Attributes:
+      folders: the folder of the autoencoder of each generator of latents, by its name; "" where it is not known.
+    """
+
+    folders: Mapping[str, str]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Decoders:
+        """The decoders of a run's generators."""
+        nodes = recipe.model.nodes.items()
+        return cls({name: node.latents.autoencoder for name, node in nodes if node.latents != LatentsConfig()})
+
+    def require_known(self) -> None:
+        """Raises ``ConfigError`` unless the autoencoder of every generator of latents is known."""
+        for name, folder in self.folders.items():
+            fix = f"{name!r} makes latents; name the folder of their autoencoder, which makes pictures of them"
+            require(bool(folder), f"{name}/Latents.autoencoder", folder, fix)
+
+    def picture(self, name: str, medium: Float[np.ndarray, "h w Z"]) -> Float[np.ndarray, "H W C"]:
+        """The picture, about -1 to 1, of what the generator ``name`` has drawn; the medium itself if it is a picture.
+
+        Raises:
+          ConfigError: the folder of the autoencoder cannot be read.
+        """
+        if name not in self.folders:
+            return medium
+        from mmjax.models.autoencoder.layers import from_generator
+
+        autoencoder = _autoencoder(self.folders[name])
+        return autoencoder.decode(np.asarray(from_generator(autoencoder.config, medium))[None])[0]
+
+    def shown(
+        self, samples: Sequence[Sample], drawings: Sequence[Drawings]
+    ) -> tuple[list[Sample], list[dict[str, tuple[np.ndarray, ...]]]]:
+        """Samples and drawings with pictures in place of latents; without an autoencoder these are left out.
+
+        Args:
+          samples: the samples.
+          drawings: what each generator has drawn, for each sample; () for none.
+        """
+        unknown = {name for name, folder in self.folders.items() if not folder}
+
+        def pictures(media: Drawings) -> dict[str, tuple[np.ndarray, ...]]:
+            known = {name: arrays for name, arrays in media.items() if name not in unknown}
+            return {name: tuple(self.picture(name, array) for array in arrays) for name, arrays in known.items()}
+
+        return [replace(sample, media=pictures(sample.media)) for sample in samples], [*map(pictures, drawings)]
+
+
+@functools.lru_cache(maxsize=2)
+def _autoencoder(path: str) -> Autoencoder:
+    from mmjax.models.autoencoder.model import Autoencoder
+
+    return Autoencoder.read(path)
+
+
+def usual_size(path: str) -> tuple[int, int] | None:
+    """Height and width of all pictures whose latents are in a folder; ``None`` where each kept its shape.
+
+    Raises:
+      ConfigError: there are no latents.
+    """
+    stated = Description.read(folder_of(path)).pictures.get("size")
+    return (int(stated[0]), int(stated[1])) if stated else None

@@ -1,0 +1,126 @@
+"""Latents of pictures that a generator is to make, in place of the pictures: made ahead, or blank ones of prompts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from mmjax.configurable import require
+from mmjax.data.latents import LatentStore, key_of
+from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.images import Measure, Pictures
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.sizes import Size, Step, stretched
+from mmjax.data.sources.storage import Unusable
+from mmjax.data.sources.target_pictures import TargetPictures, makes_pictures
+from mmjax.data.types import BLANK, EncoderSpec
+
+
+class Targets(Protocol):
+    """Makes the media that a generator is to make of a source's pictures."""
+
+    def measure_file(self, image: Media, *, alone: bool) -> Measure:
+        """The size of the medium that an encoded picture becomes. Raises Unusable if it has none."""
+        ...
+
+    def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
+        """The medium of a picture, float32; ``data`` are all of its bytes."""
+        ...
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that decide which media there are, beside those of the source."""
+        ...
+
+
+def targets_of(name: str, config: SourceConfig, generators: dict[str, EncoderSpec]) -> dict[str, Targets]:
+    """What makes the media of each generator, by its name; one whose media no picture becomes is left out.
+
+    Args:
+      name: the source's name, for messages.
+      config: the source.
+      generators: specs by name.
+
+    Raises:
+      ConfigError: the settings do not fit a generator.
+    """
+    made: dict[str, Targets] = {}
+    for generator, spec in generators.items():
+        if spec.latents == BLANK:
+            made[generator] = BlankLatents(name, config, spec)
+        elif spec.latents:
+            made[generator] = TargetLatents(config, generator, spec)
+        elif makes_pictures(spec):
+            made[generator] = TargetPictures(name, config, generator, spec)
+    return made
+
+
+class TargetLatents:
+    """Latents that ``python -m mmjax.latents`` has made of a source's pictures, found by the content of their files.
+
+    Args:
+      config: the source, whose ``byte_limit`` is read.
+      generator: the generator's name.
+      spec: the generator's spec.
+
+    Raises:
+      ConfigError: the latents have other channels than the generator, or are damaged.
+    """
+
+    def __init__(self, config: SourceConfig, generator: str, spec: EncoderSpec):
+        self._store, self._spec, self._limit = LatentStore.open(spec.latents), spec, config.byte_limit
+        self._generator, channels = generator, self._store.description.channels
+        fix = f"they have {channels} channels, and {generator!r} makes {spec.channels}; set its channels to {channels}"
+        require(channels == spec.channels, f"{generator}/Latents.path", spec.latents, fix)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of latents."""
+        return self._store.files
+
+    def measure_file(self, image: Media, *, alone: bool) -> Measure:
+        """The size of a picture's latent. Raises Unusable if there is none, or the generator does not make its size."""
+        del alone
+        size = self._store.size(self._key(image.read(self._limit)))
+        block = self._spec.block
+        if any(side % block for side in size):
+            pixels = block * self._spec.factor
+            fix = f"make latents with --block={pixels}, or --size of multiples of it"
+            shown = f"its latent is {size[0]} x {size[1]}"
+            raise Unusable(f"{shown}, and {self._generator!r} makes sides that are multiples of {block}; {fix}")
+        return Measure(size, [size])
+
+    def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
+        """The distribution of a picture's latent, float32 [h, w, 2 Z]: its mean and its deviation."""
+        del alone
+        return [self._store.distribution(self._key(data))]
+
+    def _key(self, data: bytes) -> str:
+        key = key_of(data)
+        if key not in self._store:
+            fix = "run python -m mmjax.latents over all pictures"
+            raise Unusable(f"it has no latent in {self._store.folder}; {fix}")
+        return key
+
+
+class BlankLatents(Pictures):
+    """Blank latents of the sizes that blank pictures name, for prompts whose pictures are drawn.
+
+    Args:
+      name: the source's name, for messages.
+      config: the source.
+      spec: the generator's spec.
+    """
+
+    files = ()
+
+    def __init__(self, name: str, config: SourceConfig, spec: EncoderSpec):
+        super().__init__(name, SourceConfig(path=config.path, resize="smart", max_patches=0), spec)
+
+    def _steps(self, size: Size, *, alone: bool) -> list[Step]:
+        return [stretched((size[0] // self.spec.factor, size[1] // self.spec.factor))]
+
+    def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
+        """Zeros [h, w, 2 Z]."""
+        return [np.zeros((*size, 2 * self.spec.channels), np.float32) for size in self.sizes(data, alone=alone)]

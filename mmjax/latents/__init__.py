@@ -1,0 +1,1 @@
+"""``python -m mmjax.latents``: makes the latents of pictures ahead, for generators of latents."""

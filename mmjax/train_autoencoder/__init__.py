@@ -1,0 +1,1 @@
+"""``python -m mmjax.train_autoencoder``: trains an autoencoder of pictures, whose latents a generator makes."""
