@@ -65,6 +65,7 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
     medium: ClassVar[Medium] = "image"
     patch: ClassVar[int] = 1
     merge: ClassVar[int] = 1
+    divided_by_tp: ClassVar[tuple[str, ...]] = ("groups",)
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
         "sd-1.5": {
@@ -170,6 +171,16 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
     def head_width(self) -> int:
         """Width of a head between the way down and the way up."""
         return self.widths[-1] // self.mid_heads
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head of values."""
+        return self.head_width
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key/value heads between the way down and the way up: one for each query head."""
+        return self.mid_heads
 
     @property
     def time_width(self) -> int:
