@@ -1,4 +1,4 @@
-"""Latents in a run: how a generator's medium follows from them, and pictures of what a generator draws."""
+"""Latents in a run: the media of a generator of latents, and the decoding of its drawings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Drawings = Mapping[str, tuple[np.ndarray, ...]]
 
 
 def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> EncoderSpec:
-    """The spec of the generator ``name`` as that of latents, if it has some.
+    """The spec of the generator ``name``; with latents it has their folder and factor.
 
     Raises:
       ConfigError: the folder of latents, or of their autoencoder, cannot be read, or has other channels.
@@ -71,7 +71,7 @@ class Decoders:
             require(bool(folder), f"{name}/Latents.autoencoder", folder, fix)
 
     def picture(self, name: str, medium: Float[np.ndarray, "h w Z"]) -> Float[np.ndarray, "H W C"]:
-        """The picture, about -1 to 1, of what the generator ``name`` has drawn; the medium itself if it is a picture.
+        """The picture of a drawing of the generator ``name``, about -1 to 1: a decoded latent, or the drawing itself.
 
         Raises:
           ConfigError: the folder of the autoencoder cannot be read.
@@ -90,7 +90,7 @@ class Decoders:
 
         Args:
           samples: the samples.
-          drawings: what each generator has drawn, for each sample; () for none.
+          drawings: the drawings of each sample by generator; () for none.
         """
         unknown = {name for name, folder in self.folders.items() if not folder}
 

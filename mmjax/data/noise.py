@@ -43,8 +43,8 @@ def with_noise(
     entropy = seed, SPLITS.index(split), index
     latent = {name for name, spec in generators.items() if spec.latents} & sample.media.keys()
     if latent:
-        made = {name: _latents(sample.media[name], np.random.default_rng([*entropy, _LATENTS])) for name in latent}
-        sample = replace(sample, media={**sample.media, **made})
+        latents = {name: _latents(sample.media[name], np.random.default_rng([*entropy, _LATENTS])) for name in latent}
+        sample = replace(sample, media={**sample.media, **latents})
     for name, spec in generators.items():
         media, process = () if sample.broken else sample.media.get(name, ()), spec.process
         if media:

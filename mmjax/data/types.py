@@ -103,9 +103,7 @@ class EncoderSpec:
 
     @property
     def block(self) -> int:
-        """The number of pixels or frames of which sides of media are multiples: the edge of the patches that become one
-        LLM token, times `multiple`.
-        """
+        """Sides of media are multiples of so many pixels or frames: `multiple` blocks of an LLM token's patches."""
         return self.patch * self.merge * self.multiple
 
     @property

@@ -141,7 +141,7 @@ def _usual_size(recipe: Recipe) -> Size | None:
 
 
 def _noisy(sample: Sample, seed: int, number: int) -> Sample:
-    """The sample with the noise of answer ``number``, from 0, in place of that of its place among the samples."""
+    """The sample with the noise of answer ``number``, from 0: it depends on no other sample."""
     rng = np.random.default_rng([seed, number])
     noise = {
         name: tuple(rng.standard_normal(of_one.shape, np.float32) for of_one in of_generator)

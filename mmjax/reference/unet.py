@@ -42,7 +42,7 @@ def unet_velocity(
     projector: ProjectorConfig,
     further: Mapping[str, jax.Array],
 ) -> Float[Array, "T X"]:
-    """`unet_prediction` at a time from 0 to 1, `c.train_steps` times of which is the timestep.
+    """The prediction at a time from 0 to 1; the timestep is `c.train_steps` times the time.
 
     ``further`` is {}, since a UNet reads the LLM alone.
     """

@@ -145,6 +145,6 @@ class Scoring:
     def _shown(
         self, samples: Sequence[Sample], evaluation: Evaluation
     ) -> tuple[list[Sample], list[dict[str, tuple[np.ndarray, ...]]]]:
-        """The first samples and what was drawn for them, as pictures."""
+        """The first ``Train.predictions`` samples with their drawings, decoded to pictures."""
         count = self.recipe.train.predictions
         return Decoders.of(self.recipe).shown(samples[:count], evaluation.drawings[:count])

@@ -95,7 +95,7 @@ class Indexer:
 
     def _decisive_files(self) -> list[str]:
         """The files that decide which records there are, and which of them can be used."""
-        return [*self.reader.files(), *(file for made in self.records.drawings.values() for file in made.files)]
+        return [*self.reader.files(), *(file for maker in self.records.drawings.values() for file in maker.files)]
 
     def _make(self) -> Index:
         entries = list(self.reader.scan())

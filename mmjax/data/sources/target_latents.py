@@ -35,7 +35,7 @@ class Targets(Protocol):
 
 
 def targets_of(name: str, config: SourceConfig, generators: dict[str, EncoderSpec]) -> dict[str, Targets]:
-    """What makes the media of each generator, by its name; one whose media no picture becomes is left out.
+    """The maker of each generator's media, by the generator's name; generators of other media are left out.
 
     Args:
       name: the source's name, for messages.
@@ -45,15 +45,15 @@ def targets_of(name: str, config: SourceConfig, generators: dict[str, EncoderSpe
     Raises:
       ConfigError: the settings do not fit a generator.
     """
-    made: dict[str, Targets] = {}
+    makers: dict[str, Targets] = {}
     for generator, spec in generators.items():
         if spec.latents == BLANK:
-            made[generator] = BlankLatents(name, config, spec)
+            makers[generator] = BlankLatents(name, config, spec)
         elif spec.latents:
-            made[generator] = TargetLatents(config, generator, spec)
+            makers[generator] = TargetLatents(config, generator, spec)
         elif makes_pictures(spec):
-            made[generator] = TargetPictures(name, config, generator, spec)
-    return made
+            makers[generator] = TargetPictures(name, config, generator, spec)
+    return makers
 
 
 class TargetLatents:
