@@ -78,10 +78,7 @@ class Decoders:
         """
         if name not in self.folders:
             return medium
-        from mmjax.models.autoencoder.layers import from_generator
-
-        autoencoder = _autoencoder(self.folders[name])
-        return autoencoder.decode(np.asarray(from_generator(autoencoder.config, medium))[None])[0]
+        return _autoencoder(self.folders[name]).pictures(medium[None])[0]
 
     def shown(
         self, samples: Sequence[Sample], drawings: Sequence[Drawings]

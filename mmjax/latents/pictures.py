@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float
-from PIL import Image
 
 from mmjax.configurable import one_of, positive, require
 from mmjax.data.sources.config import RESAMPLES, SourceConfig
@@ -18,8 +17,8 @@ from mmjax.data.sources.index import default_cache
 from mmjax.data.sources.kinds import make_reader
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.record import Record
-from mmjax.data.sources.sizes import Size, Step, plan, smart_size
-from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.sources.storage import Unreachable
+from mmjax.data.sources.target_pictures import TargetPictures
 from mmjax.data.types import EncoderSpec
 
 BYTES = SourceConfig().byte_limit
@@ -58,34 +57,10 @@ class Resizing:
         return {name: value for name, value in asdict(self).items() if name != ("pixels" if any(self.size) else "size")}
 
     def pictures(self, channels: int) -> Pictures:
-        """Makes pixels of -1 to 1 of encoded pictures."""
-        return _Covering(self, channels)
-
-
-class _Covering(Pictures):
-    """Makes one picture of each, which covers its size; transparent pixels are laid on white."""
-
-    def __init__(self, resizing: Resizing, channels: int):
-        self._resizing, half = resizing, (0.5,) * channels
-        size = resizing.size if any(resizing.size) else (resizing.block, resizing.block)
-        rule = {"resize": "fixed", "fit": "crop", "size": size, "resample": resizing.resample, "draft": False}
-        source = SourceConfig(**rule, mean=half, std=half)  # pyright: ignore[reportArgumentType]
-        super().__init__("pictures", source, EncoderSpec(patch=resizing.block, channels=channels))
-
-    def _plan(self, size: Size, *, alone: bool) -> list[Step]:
-        if not any(self._resizing.size):
-            try:
-                wanted = smart_size(size, self._resizing.block, 0, self._resizing.pixels)
-            except ValueError as error:
-                raise Unusable(str(error)) from None
-            return plan(size, replace(self.config, size=wanted), self.spec, alone=alone)
-        return super()._plan(size, alone=alone)
-
-    def _decoded(self, image: Image.Image) -> Image.Image:
-        if "A" in image.getbands() or image.info.get("transparency") is not None:
-            with_alpha = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha)
-        return super()._decoded(image)
+        """Makes pixels of -1 to 1 of encoded pictures, as generators of pixels have them; without `Source.draft`."""
+        rule = {"drawn_size": self.size, "drawn_pixels": self.pixels, "resample": self.resample, "draft": False}
+        source = SourceConfig(**rule)  # pyright: ignore[reportArgumentType]
+        return TargetPictures("pictures", source, "autoencoder", EncoderSpec(patch=self.block, channels=channels))
 
 
 def pixels_of(pictures: Pictures, data: bytes) -> Float[np.ndarray, "H W C"]:
@@ -180,5 +155,5 @@ class Dataset:
 
 
 def pictures_of(record: Record) -> list[Media]:
-    """The pictures of a record, without its videos."""
-    return [image for image in record.images if not image.is_video]
+    """The pictures of a record: those that it is about, without videos, and those to be made."""
+    return [*(image for image in record.images if not image.is_video), *record.targets]

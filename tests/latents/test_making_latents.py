@@ -21,9 +21,10 @@ from PIL import Image
 from mmjax.configurable import ConfigError
 from mmjax.data.latents import LOG_VARIANCE, MEAN, LatentStore, key_of, shards
 from mmjax.data.sources.media import Media
+from mmjax.data.sources.record import Record
 from mmjax.latents.__main__ import main
 from mmjax.latents.making import Made, Maker
-from mmjax.latents.pictures import Broken, Folder, Resizing, pixels_of
+from mmjax.latents.pictures import Broken, Folder, Resizing, pictures_of, pixels_of
 from mmjax.models.autoencoder.model import Autoencoder
 
 VAE = Path(__file__).parents[1] / "oracles" / "autoencoder" / "kl"
@@ -285,3 +286,9 @@ def test_kill_9_in_the_middle(vae: Autoencoder, tmp_path: Path) -> None:
     result = subprocess.run(words, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True, check=True)
     assert f"{400 - there} latents made, {there} there before" in result.stdout
     assert main([*command(folder, out), "--check"]) == 0
+
+
+def test_pictures_to_be_made_are_among_those_of_a_record() -> None:
+    seen, moving, made = (Media(name=name, is_video=name == "moving") for name in ("seen", "moving", "made"))
+    record = Record(turns=(("?", "!"),), images=(seen, moving), targets=(made,))
+    assert pictures_of(record) == [seen, made]

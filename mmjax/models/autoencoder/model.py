@@ -152,6 +152,10 @@ class Autoencoder:
         """Pictures of latents as ``encode`` gives them, about -1 to 1."""
         return np.asarray(self._run(layers.decode, latents))
 
+    def pictures(self, latents: Float[np.ndarray, "B h w Z"]) -> Float[np.ndarray, "B H W C"]:
+        """Pictures of latents as a generator makes them, about -1 to 1."""
+        return self.decode(np.asarray(layers.from_generator(self.config, np.asarray(latents, np.float32))))
+
     def _run(self, function: Any, values: np.ndarray) -> Any:
         x: Any = np.asarray(values, np.float32)
         if self.tile:
