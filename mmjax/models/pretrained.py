@@ -223,12 +223,10 @@ def require_whole(hf_config: Settings) -> None:
     Raises:
       ConfigError: mmjax reads no composite model of its type; the message does not name the folder.
     """
-    kind = hf_config.get("model_type", "")
-    if kind not in COMPOSITES:
+    kind, whole = hf_config.get("model_type", ""), [name for name, parts in COMPOSITES.items() if "llm" in parts]
+    if kind not in whole:
         fix = "name the folder of a single module in its Weights.path, such as llm/Weights.path"
-        raise ConfigError(
-            f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(COMPOSITES))}; {fix}"
-        )
+        raise ConfigError(f"its model_type is {kind!r}; mmjax reads whole models of {', '.join(sorted(whole))}; {fix}")
 
 
 def stored_dtypes(folder: WeightsFolder, family: Family, settings: Any) -> set[str]:
