@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,12 +38,12 @@ def write_sound_film(
 
     frames = list(frames)
     with av.open(str(path), "w") as container:
-        film = container.add_stream("mpeg4", rate=Fraction(rate).limit_denominator(1001))
+        film: Any = container.add_stream("mpeg4", rate=Fraction(rate).limit_denominator(1001))
         film.height, film.width = frames[0].shape[:2]
         film.pix_fmt = "yuv420p"
         film.codec_context.thread_count = 1
         layout = {1: "mono", 2: "stereo"}[len(samples_CN)]
-        sound = container.add_stream(codec, rate=samples_a_second, layout=layout)
+        sound: Any = container.add_stream(codec, rate=samples_a_second, layout=layout)
         for frame in frames:
             container.mux(film.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
         container.mux(film.encode())

@@ -5,6 +5,7 @@
 Pictures, noise and cotangents are drawn by ``drawn``, which tests call too.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -66,7 +67,7 @@ def main() -> None:
                 if "norm" in name:  # 1 and 0 in a new model
                     parameter += 0.2 * torch.randn_like(parameter)
         model.save_pretrained(HERE / kind)
-        oracles: dict[str, np.ndarray] = {}
+        oracles: dict[str, Any] = {}
         for size_name, size in SIZES.items():
             oracles |= {f"{size_name}/{name}": array for name, array in _computed(model, kind, size).items()}
             if size_name == GRADIENTS and kind in WITH_GRADIENTS:

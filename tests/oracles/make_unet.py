@@ -4,10 +4,12 @@ Needs torch and diffusers 0.42: `python tests/oracles/make_unet.py`. Parameters 
 second UNet has a `config.json` alone. Of a parameter's gradient there are its products with some random directions.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,7 @@ def main() -> None:
     import torch
     from diffusers import UNet2DConditionModel
 
-    oracles: dict[str, np.ndarray] = {}
+    oracles: dict[str, Any] = {}
     for name, config in CONFIGS.items():
         model = UNet2DConditionModel(**config).train()
         with torch.no_grad():
@@ -49,7 +51,8 @@ def main() -> None:
             along = [directions(key, shapes[key]) @ gradients[key] for key in sorted(gradients)]
             oracles[f"{place}/parameters"] = np.array(along)
         print(name, sum(p.numel() for p in model.parameters()))
-    np.savez_compressed(FOLDER / "oracles.npz", **{key: x.astype(np.float32) for key, x in oracles.items()})
+    kept: dict[str, Any] = {key: x.astype(np.float32) for key, x in oracles.items()}
+    np.savez_compressed(FOLDER / "oracles.npz", **kept)
     count = UNet2DConditionModel(**SD21, sample_size=96) if "--count" in sys.argv else None
     print(count and sum(p.numel() for p in count.parameters()))
 
