@@ -98,6 +98,16 @@ class ModuleSettings:
         return False
 
     @property
+    def needs_whole_rows(self) -> bool:
+        """Whether ``Layout.cp`` has to be 1."""
+        return False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether ``Layout.sp`` has to be False with ranks of tp."""
+        return False
+
+    @property
     def uncut_setting(self) -> str:
         """The field that keeps layers in one stage, such as "kv_shared_layers"; "" where layers may be cut anywhere."""
         return ""
@@ -153,6 +163,16 @@ class ConditionTokens(ModuleSettings):
     """Whether ranks of sequence parallelism may share such places; they share those of patches then too."""
     queries: int = 0
     """The number of such places; a settings class may override it by a field."""
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """See ``ModuleSettings``."""
+        return self.queries > 0
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """See ``ModuleSettings``."""
+        return self.queries > 0 and not self.shares_queries
 
     def check(self, name: str, layout: Layout) -> None:
         """See ``ModuleSettings``; rows of a condition and patches are not cut, or in equal parts of both."""

@@ -71,6 +71,8 @@ def planned(recipe: Recipe, candidate: Candidate) -> Recipe:
 def _layout(node: ModuleSpec, candidate: Candidate) -> Layout:
     """The candidate's layout of a module, with tokens in an order that the module allows."""
     layout = candidate.layouts[node.name]
+    if node.settings.needs_all_tokens and layout.tp > 1:
+        layout = replace(layout, sp=False)
     return replace(layout, cp_tokens="contiguous") if node.settings.needs_order and layout.cp > 1 else layout
 
 

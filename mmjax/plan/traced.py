@@ -66,10 +66,10 @@ def _rows_of(packer: Packer, rows: int, model: MultimodalModel, tps: Mapping[str
     result: dict[str, dict[str, Any]] = {}
     for module, inputs in shapes.items():
         node, spec = model.nodes[module], model.nodes[module].module.medium
-        whole = bool(spec and spec.queries and not node.config.shares_queries)  # ranks of tp do not share its places
-        split = Split(unit=1 if whole else tps[module] * node.module.patches_per_token)
+        split = Split(unit=tps[module] * node.module.patches_per_token)
         width = inputs["segments"].shape[1]
-        wider = split.rounded(width)
+        # Rows stay as wide as a canvas where ranks of tp do not share their places.
+        wider = width if getattr(node.config, "needs_all_tokens", False) else split.rounded(width)
         result[module] = {
             name: jax.ShapeDtypeStruct(
                 (rows, _widened(name, array.shape[1], width, wider, spec), *array.shape[2:]), array.dtype
@@ -116,7 +116,8 @@ def trace_memory(
     def trace(number: int, rows: int, *, split: bool = True) -> tuple[InputShapes, tuple[Stages, Stages]]:
         """The inputs and the stages of a round: those of all modules, each with its tp of the round."""
         inputs = _rows_of(packer, rows, model, rounds[number])
-        layouts = {name: Layout(tp=tp) for name, tp in rounds[number].items()}
+        apart = {name: node.settings.needs_all_tokens for name, node in recipe.model.nodes.items()}
+        layouts = {name: Layout(tp=tp, sp=not apart[name]) for name, tp in rounds[number].items()}
         return inputs, _stages(recipe, model, inputs, layouts, split=split)
 
     few = cache(lambda: trace(0, ROWS // 2, split=False)[1])
