@@ -178,6 +178,7 @@ def test_a_tapped_kernel_has_its_gradient_later(stride: int) -> None:
     np.testing.assert_allclose(stacked, of_kernel, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pixels", [512, 768])
 def test_traced_flops_are_those_of_the_study(pixels: int) -> None:
     c = from_preset(UNetConfig, "sd-2.1")

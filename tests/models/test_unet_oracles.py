@@ -145,6 +145,7 @@ def test_output_and_gradients_equal_diffusers(name: str, case: str) -> None:
     assert_equal(name, case, *computed(name, case))
 
 
+@pytest.mark.long
 def test_recomputing_changes_nothing() -> None:
     assert_equal("tiny", "odd", *computed("tiny", "odd", remat="full"))
 

@@ -91,6 +91,7 @@ def test_devices_share_a_batch(pictures: Path) -> None:
     assert np.abs(moments[0]).max() < 10
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_equals_one_that_did_not_stop(
     trained: tuple[np.ndarray, list[dict]], pictures: Path, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def command(pictures: Path, out: Path, *more: str) -> list[str]:
     return [f"--pictures={pictures}", f"--out={out}", *words, *more]
 
 
+@pytest.mark.long
 def test_the_command_trains_and_goes_on_from_a_folder(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +209,7 @@ def test_wrong_flags_are_one_line(
     assert message in line
 
 
+@pytest.mark.long
 def test_other_settings_in_the_same_folder_are_refused(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
