@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from test_user_targets import CONFIG, COUNT, TINY, captions
+from test_user_targets import CONFIG, COUNT, TINY, captions, step_beside_the_reference
 
-from mmjax.assembly.batches import batch_maker
 from mmjax.assembly.latents import Decoders
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
@@ -23,10 +22,8 @@ from mmjax.latents import __main__ as latents
 from mmjax.models.autoencoder.layers import from_generator
 from mmjax.models.autoencoder.model import Autoencoder
 from mmjax.recipe import Recipe
-from mmjax.reference import step_loss_and_gradients
 from mmjax.train import __main__ as train
 from mmjax.train.metrics import read_metrics
-from mmjax.train.trainer import Trainer
 
 VAE = Path(__file__).parent / "oracles" / "autoencoder" / "kl"
 OF_LATENTS = ("painter/DiT.channels=4", "painter/DiT.patch=1", "painter/DiT.merge=1", "painter/DiT.queries=3")
@@ -79,13 +76,7 @@ def test_samples_are_drawn_of_latents(folders: Any) -> None:
 
 def test_a_step_equals_the_dense_reference(folders: Any) -> None:
     recipe = load(folders(), "Train.clip_norm=0.0", "Train.eval_samples=0")
-    with Trainer(recipe, None, style="silent") as trainer:
-        source = open_source(trainer.recipe, split="train")
-        batch = batch_maker(trainer.recipe, trainer.parts, source)[1](0)
-        samples = [source.sample(index) for index in range(8)]
-        params = {n.removeprefix("params/"): np.asarray(leaf) for n, leaf in trainer.leaves().items() if "params/" in n}
-        wanted = step_loss_and_gradients(params, trainer.parts.placed.model, samples)
-        loss, _ = trainer.executor.step(trainer.parts.runs.signed(batch.microbatches), batch.divisors).fetch()
+    _, loss, _, wanted = step_beside_the_reference(recipe)
     assert loss == pytest.approx(wanted.loss, rel=1e-5) and wanted.losses["painter/loss"] > 1
 
 

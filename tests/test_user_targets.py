@@ -17,6 +17,7 @@ from trial_runs import REPOSITORY
 from mmjax.assembly.batches import batch_maker
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
+from mmjax.data.types import Sample
 from mmjax.eval.report import evaluate
 from mmjax.recipe import Recipe
 from mmjax.reference import step_loss_and_gradients
@@ -111,21 +112,27 @@ def load(bindings: Sequence[str], *more: str) -> Recipe:
     return load_config([CONFIG], [*TINY, "mine/Source.drawn_size=(8, 8)", *bindings, *more])
 
 
-@pytest.mark.parametrize("kind", ["folder", pytest.param("edits", marks=pytest.mark.long)])
-def test_a_step_equals_the_dense_reference(kind: str, folders: Any) -> None:
-    """The loss and the gradients of every leaf, of the user's own samples packed into rows, beside one by one."""
-    sizes = ("mine/Source.drawn_size=(0, 0)", "mine/Source.drawn_pixels=400")
-    recipe = load(folders(kind), *sizes, "Train.clip_norm=0.0", "Train.eval_samples=0")
+def step_beside_the_reference(recipe: Recipe) -> tuple[list[Sample], float, dict[str, np.ndarray], Any]:
+    """The first eight samples, the loss and leaves of a step over them, and what the dense reference says of it."""
     with Trainer(recipe, None, style="silent") as trainer:
         source = open_source(trainer.recipe, split="train")
         batch = batch_maker(trainer.recipe, trainer.parts, source)[1](0)
         samples = [source.sample(index) for index in range(8)]
-        assert len({sample.media["painter"][0].shape for sample in samples}) > 1
         before = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items() if name.startswith("params/")}
         leaves = {name.removeprefix("params/"): leaf for name, leaf in before.items()}
         wanted = step_loss_and_gradients(leaves, trainer.parts.placed.model, samples)
         loss, _ = trainer.executor.step(trainer.parts.runs.signed(batch.microbatches), batch.divisors).fetch()
         after = {name: np.asarray(leaf) for name, leaf in trainer.leaves().items()}
+    return samples, loss, after, wanted
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("edits", marks=pytest.mark.long)])
+def test_a_step_equals_the_dense_reference(kind: str, folders: Any) -> None:
+    """The loss and the gradients of every leaf, of the user's own samples packed into rows, beside one by one."""
+    sizes = ("mine/Source.drawn_size=(0, 0)", "mine/Source.drawn_pixels=400")
+    recipe = load(folders(kind), *sizes, "Train.clip_norm=0.0", "Train.eval_samples=0")
+    samples, loss, after, wanted = step_beside_the_reference(recipe)
+    assert len({sample.media["painter"][0].shape for sample in samples}) > 1
     assert loss == pytest.approx(wanted.loss, rel=1e-5) and wanted.losses["painter/loss"] > 1
     beta = 1 - recipe.model.optimizers["painter"].b1
     assert {name.partition("/")[0] for name in wanted.gradients} >= {"llm", "painter", "painter_projector"}

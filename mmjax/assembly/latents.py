@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmjax.models.autoencoder.model import Autoencoder
 
 Drawings = Mapping[str, tuple[np.ndarray, ...]]
-"""Media [h, w, C] drawn for one sample, by generator."""
+"""Media [h, w, C] drawn for one sample, by generator; values in the range that is learned."""
 
 
 def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> EncoderSpec:

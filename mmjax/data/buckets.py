@@ -187,8 +187,7 @@ def _with_buckets(name: str, spec: EncoderSpec, worst: WorstCase, *, rows_per_ce
         if legal and width not in legal:
             fix = f"hold none of the canvases {spec.canvases} behind {spec.queries} queries; use one of {legal}"
             raise ConfigError(f"{name}/Packing.buckets: rows of {width} positions {fix}")
-    alone = spec.queries > 0
-    buckets = _with_room(spec.buckets, most=media, largest=largest, least_width=largest, pairs=pairs, alone=alone)
+    buckets = _with_room(spec.buckets, most=media, largest=largest, least_width=largest, pairs=pairs, alone=spec.alone)
     return replace(spec, buckets=buckets)
 
 
@@ -325,7 +324,7 @@ def cells_for(packer: Packer, worst: WorstCase, parts: Sequence[Sequence[Microba
         split=split if spec.abreast == 1 else Split(unit=split.unit),
         pairs=pairs,
         abreast=spec.abreast,
-        alone=spec.queries > 0,
+        alone=spec.alone,
     )
 
 

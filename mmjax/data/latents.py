@@ -136,11 +136,8 @@ class LatentStore:
         Raises:
           KeyError: the picture has no latent here.
         """
-        mean = self.stored(key, MEAN)
-        if rng is not None:
-            noise = rng.standard_normal(mean.shape, np.float32)
-            mean = mean + np.exp(0.5 * self.stored(key, LOG_VARIANCE)) * noise
-        return (mean - self._shift) * self._scale
+        mean, deviation = np.split(self.distribution(key), 2, axis=-1)
+        return mean if rng is None else mean + deviation * rng.standard_normal(mean.shape, np.float32)
 
     def distribution(self, key: Key) -> Float[np.ndarray, "h w 2*Z"]:
         """The mean and the deviation of a picture's latent as a generator sees it, fp32, along channels.

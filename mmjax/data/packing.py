@@ -284,7 +284,7 @@ class Packer:
 
     def _alone(self, module: str) -> bool:
         """Whether each segment of a module has a row to itself."""
-        return module in self.encoders and self.encoders[module].queries > 0
+        return module in self.encoders and self.encoders[module].alone
 
     def fill(
         self, plan: MicrobatchPlan, samples: Mapping[int, Sample], process_rows: ProcessRows | None = None

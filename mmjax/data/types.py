@@ -92,6 +92,11 @@ class EncoderSpec:
     process: Process = field(default_factory=Process)
 
     @property
+    def alone(self) -> bool:
+        """Whether each of its media has a row to itself."""
+        return self.queries > 0
+
+    @property
     def in_text(self) -> bool:
         """Whether each token of its media has a placeholder in the text."""
         return not self.codes and not self.derived

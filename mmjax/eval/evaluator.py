@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmjax.assembly.latents import Drawings
 from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
@@ -28,7 +29,6 @@ from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.predict import GREEDY, Predictor
 from mmjax.pipeline.stage_state import State
 from mmjax.pipeline.state_shapes import group_of_leaf
-from mmjax.viz.answers import Drawings
 
 _RECORDS = Sources()
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmjax.assembly.latents import Drawings
 from mmjax.data.sample import is_wordless
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
 from mmjax.data.types import Sample
-from mmjax.viz.answers import Drawings
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from mmjax.assembly.assembly import place
+from mmjax.assembly.latents import Drawings
 from mmjax.assembly.parts import PlacedRun
 from mmjax.configurable import ConfigError
 from mmjax.data.sample import answer_text
@@ -20,7 +21,6 @@ from mmjax.pipeline.config import Sampling
 from mmjax.pipeline.stage_state import State
 from mmjax.progress import Progress
 from mmjax.train.starts import find_starts
-from mmjax.viz.answers import Drawings
 
 OnToken = Callable[[Sequence[str], Sequence[bool]], None]
 """Called after each token with the text so far of every answer, and whether each is complete."""

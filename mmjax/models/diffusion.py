@@ -15,6 +15,7 @@ class Diffusion(ProcessSettings):
     """Settings of a generator that makes a medium of noise.
 
     Attributes:
+      loss_weight: weight of its loss beside the LLM's.
       sampler: the method of drawing: ``euler`` for flows; ``ddim`` or ``dpm++`` (DPM-Solver++ of second order) for
         ddpm.
       steps: number of steps from noise to a picture.
@@ -29,6 +30,7 @@ class Diffusion(ProcessSettings):
       guidance_rescale: the share of a guided prediction whose deviation is that of the unguided one.
     """
 
+    loss_weight: float = 1.0
     sampler: str = "euler"
     steps: int = 20
     spacing: str = "leading"
@@ -43,6 +45,7 @@ class Diffusion(ProcessSettings):
     def check_diffusion(self, scope: str) -> None:
         """Raises ``ConfigError`` unless the settings fit together; ``scope`` is their name in gin, such as "DiT"."""
         self.check_process(scope)
+        not_negative(f"{scope}.loss_weight", self.loss_weight)
         samplers = SAMPLERS[self.process]
         fix = f"{scope}.process={self.process!r} is drawn by {' or '.join(map(repr, samplers))}"
         require(self.sampler in samplers, f"{scope}.sampler", self.sampler, fix)

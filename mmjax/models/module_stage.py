@@ -196,7 +196,7 @@ class ModuleStage(StageModel):
     def _has_queries(self) -> bool:
         """Whether the tokens of others have places of their own, before those of patches."""
         medium = self.node.module.medium
-        return bool(medium and medium.queries)
+        return bool(medium and medium.alone)
 
     def _with_media_token(self, context: Context) -> Context:
         """The context with ``media_token`` in the places of media, for layers that read tokens."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
 
 from mmjax.assembly.latents import Decoders
 from mmjax.assembly.parts import PlacedRun
@@ -101,8 +98,11 @@ class Scoring:
         swapped = {name: self.evaluator.evaluate(states, variant, meet) for name, variant in variants.items()}
         if self._files:
             if draw and self.recipe.train.predictions:
-                self._files.draw("predictions.png", lambda path: self._draw(samples, plain, path))
-                if pairs := pairs_of(*self._shown(samples, plain)):
+                count = self.recipe.train.predictions
+                shown, drawings = Decoders.of(self.recipe).shown(samples[:count], plain.drawings[:count])
+                answers = plain.answers[:count]
+                self._files.draw("predictions.png", lambda path: draw_answers(shown, answers, path, drawings=drawings))
+                if pairs := pairs_of(shown, drawings):
                     self._files.draw("drawings.png", lambda path: draw_grid(pairs, path))
             # After the picture: a row says that the evaluation is complete.
             self._files.add_evaluation({"step": step} | figures(plain, swapped))
@@ -137,14 +137,3 @@ class Scoring:
         rows = self._files.evaluations if self._files else []
         scored = any(row.get("step") == step and not row.get("failure") for row in rows)
         return self.evaluator is None or broadcast_text(str(int(scored))) == "1"
-
-    def _draw(self, samples: Sequence[Sample], evaluation: Evaluation, path: Path) -> None:
-        shown, drawings = self._shown(samples, evaluation)
-        draw_answers(shown, evaluation.answers[: len(shown)], path, drawings=drawings)
-
-    def _shown(
-        self, samples: Sequence[Sample], evaluation: Evaluation
-    ) -> tuple[list[Sample], list[dict[str, tuple[np.ndarray, ...]]]]:
-        """The first ``Train.predictions`` samples with their drawings, decoded to pictures."""
-        count = self.recipe.train.predictions
-        return Decoders.of(self.recipe).shown(samples[:count], evaluation.drawings[:count])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from mmjax.assembly.latents import Drawings
 from mmjax.data.sample import is_wordless
 from mmjax.data.types import Sample
 from mmjax.viz.predictions import Prediction, as_image, draw_predictions
-
-Drawings = Mapping[str, tuple[np.ndarray, ...]]
-"""Media [h, w, C] drawn for one sample, by generator; values in the range that is learned."""
 
 _PICTURE = "(a picture)"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from mmjax.assembly.latents import Drawings
 from mmjax.data.types import Sample
-from mmjax.viz.answers import Drawings
 
 _COLUMNS, _GAP, _LEAST = 8, 2, 64
 """Pictures side by side, white pixels between them, and the least height of a picture, to which small ones grow."""

@@ -17,7 +17,7 @@ import numpy as np
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.media import Media
-from mmjax.data.sources.sound_tracks import track_of, track_samples
+from mmjax.data.sources.sound_tracks import read_track, track_of
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
@@ -51,13 +51,13 @@ class Recordings:
     def frames(self, data: bytes) -> int:
         """Number of frames F of the medium of a recording, from its header. Raises Unusable if it cannot be read."""
         with _opened(data) as file:
-            return self._log_mel.frames(self._resampled(file, self._count(file)), self.spec.block)
+            return self._log_mel.frames(self._resampled(self._count(file), file.samplerate), self.spec.block)
 
     def __call__(self, data: bytes) -> np.ndarray:
         """Log-mel frames [F, M] of a recording, float32; F is `frames(data)`. Raises Unusable if it is damaged."""
         with _opened(data) as file:
             count = self._count(file)
-            length = self._resampled(file, count)
+            length = self._resampled(count, file.samplerate)
         with _opened(data) as file:
             samples = np.concatenate([*_blocks(file, count), np.zeros(0)])
         if len(samples) != count:
@@ -68,14 +68,12 @@ class Recordings:
 
     def track_frames(self, media: Media) -> int:
         """Number of frames F of the medium of a video's sound track, from its header. Raises Unusable as `track_of`."""
-        track = track_of(media, self._config)
-        return self._log_mel.frames(-(-track.samples * self._log_mel.sample_rate // track.rate), self.spec.block)
+        return self._log_mel.frames(self._resampled(*track_of(media, self._config)), self.spec.block)
 
     def track(self, media: Media) -> np.ndarray:
-        """Log-mel frames [F, M] of a video's sound track, float32. Raises Unusable as `track_samples`."""
-        track, samples = track_of(media, self._config), track_samples(media, self._config)
-        length = -(-track.samples * self._log_mel.sample_rate // track.rate)
-        return self._log_mel(resample(samples, length), self.spec.block)
+        """Log-mel frames [F, M] of a video's sound track, float32. Raises Unusable as `read_track`."""
+        track, samples = read_track(media, self._config)
+        return self._log_mel(resample(samples, self._resampled(*track)), self.spec.block)
 
     def _count(self, file: Any) -> int:
         """Number of samples that are read."""
@@ -87,9 +85,9 @@ class Recordings:
             raise Unusable(f"{count} samples in {channels} channels at {rate} a second")
         return min(count, most)
 
-    def _resampled(self, file: Any, count: int) -> int:
-        """Number of samples after resampling."""
-        return -(-count * self._log_mel.sample_rate // file.samplerate)
+    def _resampled(self, samples: int, rate: int) -> int:
+        """Number of samples after resampling, of so many at ``rate`` a second."""
+        return -(-samples * self._log_mel.sample_rate // rate)
 
 
 @cache

@@ -85,8 +85,8 @@ def track_of(media: Media, config: SourceConfig) -> Track:
         return _described(container, config)
 
 
-def track_samples(media: Media, config: SourceConfig) -> np.ndarray:
-    """The samples of a video's sound track, in -1 to 1, averaged over channels: float64 [`track_of(…).samples`].
+def read_track(media: Media, config: SourceConfig) -> tuple[Track, np.ndarray]:
+    """A video's sound track, and its samples in -1 to 1, averaged over channels: float64 [`Track.samples`].
 
     Raises Unusable as `track_of`, and if the track is damaged.
     """
@@ -104,7 +104,7 @@ def track_samples(media: Media, config: SourceConfig) -> np.ndarray:
     samples_N = np.concatenate([*blocks, np.zeros(max(0, left))])
     if not np.isfinite(samples_N).all():
         raise Unusable("the sound track has samples that are not finite")
-    return samples_N
+    return track, samples_N
 
 
 def _described(container: Any, config: SourceConfig) -> Track:

@@ -27,7 +27,6 @@ class DiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
       queries: LLM tokens that condition a picture, whatever its size, as tokens of their own before the patches; 0 = a
         token for each square of ``merge`` x ``merge`` patches, whose features are added to theirs.
       frequencies: number of sines, and of cosines, of the time.
-      loss_weight: weight of its loss beside the LLM's.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
@@ -51,7 +50,6 @@ class DiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     merge: int = 2
     queries: int = 0
     frequencies: int = 8
-    loss_weight: float = 1.0
     activation: str = "gelu"
     attention: str = "auto"
     remat: str = "auto"
@@ -59,7 +57,6 @@ class DiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "merge", "frequencies"):
             positive(f"DiT.{name}", getattr(self, name))
-        not_negative("DiT.loss_weight", self.loss_weight)
         self.check_diffusion("DiT")
         not_negative("DiT.queries", self.queries)
         fix = f"DiT.queries={self.queries} tokens stand for a picture of any size; set it to 1, or queries to 0"

@@ -132,18 +132,6 @@ def velocity(
     return linear(h_RTD, p["velocity"]["kernel"], p["velocity"]["bias"]).astype(jnp.float32)
 
 
-def squared_errors(
-    predictions_RTE: Float[Array, "R T E"], targets_RTE: Float[Array, "R T E"], weights_RT: Float[Array, "R T"]
-) -> Float[Array, ""]:
-    """Sum of weighted squared errors over all numbers of all patches.
-
-    Args:
-      predictions_RTE, targets_RTE: what is predicted, such as velocities, and what is right.
-      weights_RT: the weight of each patch; 0 for padding.
-    """
-    return jnp.sum(weights_RT[..., None] * jnp.square(predictions_RTE - targets_RTE))
-
-
 def _modulation(p: Params, features_RTQ: Array, count: int) -> list[Array]:
     """``count`` arrays of shifts, scales and gates ``[R, T, D]``."""
     return jnp.split(linear(features_RTQ, p["kernel"], p["bias"]), count, axis=-1)

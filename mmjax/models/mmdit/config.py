@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
-from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
+from mmjax.configurable import configurable, divides, one_of, positive, require
 from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
 from mmjax.models.diffusion import Diffusion
 from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
@@ -28,7 +28,6 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
       queries: places of the condition, which are placeholders of each picture in the LLM's text.
       rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column; ()
         is an eighth for the first, and a half of the others for each of row and column.
-      loss_weight: weight of its loss beside the LLM's.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
       attention: the attention backend: ``blockwise`` (any mask, any device), ``cudnn``, ``dense`` (all pairs of tokens
         at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise.
@@ -58,7 +57,6 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     channels: int = 1
     queries: int = 8
     rope: tuple[int, ...] = field(default=(), metadata={"example": (16, 56, 56)})
-    loss_weight: float = 1.0
     activation: str = "gelu"
     attention: str = "auto"
     remat: str = "auto"
@@ -66,7 +64,6 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "queries"):
             positive(f"MMDiT.{name}", getattr(self, name))
-        not_negative("MMDiT.loss_weight", self.loss_weight)
         self.check_diffusion("MMDiT")
         divides("MMDiT.heads", self.heads, self.width, "MMDiT.width")
         least = f"must be an even number of at least 6 times MMDiT.heads={self.heads}, such as {16 * self.heads}"

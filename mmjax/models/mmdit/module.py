@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.guidance import Guidance
+from mmjax.models.denoiser import Denoiser
 from mmjax.models.layers import Params
 from mmjax.models.mmdit import layers
 from mmjax.models.mmdit.config import MMDiTConfig
-from mmjax.models.module import HostInputs, LayerGroup, Loss, Module, Predict
+from mmjax.models.module import LayerGroup
 from mmjax.models.parameters import Part
 
 
 @dataclass(frozen=True)
-class DoubleStreamTransformer(Module):
+class DoubleStreamTransformer(Denoiser):
     """A generator of pictures from noise, whose condition has places of its own in front of a picture's patches.
 
     The tokens of other modules are added to the features of these places, which are zeros.
@@ -65,48 +61,9 @@ class DoubleStreamTransformer(Module):
             return 1
         return self.config.queries if weight.startswith(layers.STREAMS[0]) else length
 
-    @property
-    def losses(self) -> Mapping[str, Loss]:
-        """One loss, "loss", with the weight ``MMDiT.loss_weight``."""
-        return {"loss": Loss(weight=self.config.loss_weight)}
-
-    def loss(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> dict[str, Float[Array, ""]]:
-        """{"loss": the sum of weighted squared errors of the prediction over the local patches}.
-
-        ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
-        include "targets" and "weights".
-        """
-        targets, weights = context.inputs["targets"], context.inputs["weights"]
-        errors = jnp.square(self.predict(p, context, x) - targets)
-        return {"loss": jnp.sum(weights[..., None] * errors)}
-
     def predict(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> Float[Array, "R t E"]:
         """The prediction for each patch in fp32.
 
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``.
         """
         return layers.predict(p, self.config, context, x)
-
-    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``MMDiT.steps`` steps of
-        ``MMDiT.sampler``.
-
-        Args:
-          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
-            replaced.
-          predict: computes the results of the method ``predict`` for such inputs.
-        """
-        return self.config.drawing.draw(inputs, predict)
-
-    @property
-    def guidance(self) -> Guidance:
-        """The combination of predictions with and without the condition."""
-        return self.config.guided
-
-    @property
-    def medium(self) -> EncoderSpec:
-        """The cutting of a picture into patches, for the data side."""
-        c = self.config
-        return EncoderSpec(
-            patch=c.patch, channels=c.channels, special=c.queries, queries=c.queries, drawn=True, process=c.noising
-        )

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
-from mmjax.configurable import configurable, not_negative, one_of, positive, require, setting_name
+from mmjax.configurable import configurable, one_of, positive, require, setting_name
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.choices import REMATS, Medium
 from mmjax.models.diffusion import Diffusion
@@ -24,6 +24,13 @@ GATED = 4
 """Hidden units of a transformer's mlp, in widths."""
 TIME = 4
 """Width of the time's features, in widths of the first level."""
+
+
+_STABLE_DIFFUSION = {
+    **{"queries": 77, "channels": 4, "widths": (320, 640, 1280, 1280), "blocks": 2, "groups": 32},
+    **{"process": "ddpm", "sampler": "ddim", "steps_offset": 1},
+}
+"""Settings that its versions share."""
 
 
 @configurable("UNet")
@@ -54,7 +61,6 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
       upcast_attention: whether folders ask for attention in fp32; scores are fp32 here in any case.
       canvases: rows and columns of the canvases on which pictures lie, in the upper left corner; each holds the one
         before.
-      loss_weight: weight of its loss beside the LLM's.
       attention: the backend of attention inside a picture: ``blockwise`` (any device), ``cudnn``, ``dense`` (all pairs
         of places at once), or ``auto``: cuDNN where it supports device, mask and shape, else blockwise. Attention to
         the condition is blockwise.
@@ -69,30 +75,14 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
         "sd-1.5": {
-            "width": 768,
-            "queries": 77,
-            "channels": 4,
-            "widths": (320, 640, 1280, 1280),
-            "heads_by_level": (8, 8, 8, 0),
-            "mid_heads": 8,
-            "blocks": 2,
-            "groups": 32,
-            "linear_projection": False,
-            "canvases": ((64, 64),),
-            **{"process": "ddpm", "prediction": "noise", "sampler": "ddim", "steps_offset": 1},
+            **_STABLE_DIFFUSION,
+            **{"width": 768, "heads_by_level": (8, 8, 8, 0), "mid_heads": 8, "linear_projection": False},
+            **{"canvases": ((64, 64),), "prediction": "noise"},
         },
         "sd-2.1": {
-            "width": 1024,
-            "queries": 77,
-            "channels": 4,
-            "widths": (320, 640, 1280, 1280),
-            "heads_by_level": (5, 10, 20, 0),
-            "mid_heads": 20,
-            "blocks": 2,
-            "groups": 32,
-            "upcast_attention": True,
-            "canvases": ((96, 96),),
-            **{"process": "ddpm", "prediction": "v", "sampler": "ddim", "steps_offset": 1},
+            **_STABLE_DIFFUSION,
+            **{"width": 1024, "heads_by_level": (5, 10, 20, 0), "mid_heads": 20, "upcast_attention": True},
+            **{"canvases": ((96, 96),), "prediction": "v"},
         },
     }
 
@@ -113,7 +103,6 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
     linear_projection: bool = True
     upcast_attention: bool = False
     canvases: tuple[tuple[int, int], ...] = ((8, 8),)
-    loss_weight: float = 1.0
     attention: str = "auto"
     remat: str = "auto"
 
@@ -123,7 +112,6 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
         positive("UNet.groups", self.groups, 32)
         positive("UNet.norm_eps", self.norm_eps, 1e-5)
         self.check_diffusion("UNet")
-        not_negative("UNet.loss_weight", self.loss_weight)
         one_of("UNet.remat", self.remat, REMATS)
         self._check_levels()
         fix = f"must be at most UNet.width ({self.width}), the width of rows"

@@ -9,23 +9,22 @@ Shapes: R rows, N places of the condition, T of the canvas, D width, E channels 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from mmjax.attention.mask import Mask
 from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
-from mmjax.models.guidance import Guidance
+from mmjax.models.denoiser import Denoiser
 from mmjax.models.layers import Params
-from mmjax.models.module import Block, HostInputs, LayerGroup, Loss, Module, Predict
+from mmjax.models.module import Block, LayerGroup
 from mmjax.models.parameters import Part
 from mmjax.models.traced_flops import parameter_shapes, record_shapes
 from mmjax.models.unet import layers
@@ -34,7 +33,7 @@ from mmjax.models.unet.parameters import UNet
 
 
 @dataclass(frozen=True)
-class LatentUNet(Module):
+class LatentUNet(Denoiser):
     """A generator of pictures from noise; tokens of other modules are the condition that its places attend to."""
 
     config: UNetConfig
@@ -66,20 +65,6 @@ class LatentUNet(Module):
         patches_RTE = context.inputs["patches"].astype(network["conv_in"]["bias"].dtype)
         return jnp.pad(patches_RTE, [(0, 0), (c.queries, 0), (0, c.width - c.channels)])
 
-    @property
-    def losses(self) -> Mapping[str, Loss]:
-        """One loss, "loss", with the weight ``UNet.loss_weight``."""
-        return {"loss": Loss(weight=self.config.loss_weight)}
-
-    def loss(self, p: Params, context: Context, x: Float[Array, "R N+T D"]) -> dict[str, Float[Array, ""]]:
-        """{"loss": the sum of weighted squared errors of the prediction over the local places}.
-
-        ``p`` is not read, and ``x`` is the result of ``end``. The context's inputs include "targets" and "weights".
-        """
-        targets, weights = context.inputs["targets"], context.inputs["weights"]
-        errors_RTE = self.predict(p, context, x) - targets
-        return {"loss": jnp.sum(weights[..., None] * jnp.square(errors_RTE))}
-
     def predict(self, p: Params, context: Context, x: Float[Array, "R N+T D"]) -> Float[Array, "R T E"]:
         """The prediction at each place of the canvas in fp32.
 
@@ -88,37 +73,12 @@ class LatentUNet(Module):
         del p, context
         return x[:, self.config.queries :, : self.config.channels].astype(jnp.float32)
 
-    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
-        """The places ``[R, T, E]`` of pictures of each microbatch, from noise by ``UNet.steps`` steps.
-
-        Args:
-          inputs: the host inputs of each microbatch by name, with noise as "patches" ``[R, T, E]``; "times" are
-            replaced.
-          predict: computes the results of the method ``predict`` for such inputs.
-        """
-        return self.config.drawing.draw(inputs, predict)
-
-    @property
-    def guidance(self) -> Guidance:
-        """The combination of predictions with and without the condition."""
-        return self.config.guided
-
     @property
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into places, for the data side."""
         c = self.config
-        return EncoderSpec(
-            patch=c.patch,
-            merge=c.merge,
-            channels=c.channels,
-            special=c.queries,
-            queries=c.queries,
-            canvases=c.canvases,
-            bounded_by="UNet.canvases",
-            multiple=2 ** (len(c.widths) - 1),
-            drawn=True,
-            process=c.noising,
-        )
+        canvases = {"canvases": c.canvases, "bounded_by": "UNet.canvases", "multiple": 2 ** (len(c.widths) - 1)}
+        return replace(super().medium, **canvases)
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
         """Model FLOPs of a forward over pictures of so many places each, in total.

@@ -18,7 +18,7 @@ from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.datasets import open_sources
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.recordings import Recordings, resample
-from mmjax.data.sources.sound_tracks import track_of, track_samples
+from mmjax.data.sources.sound_tracks import read_track, track_of
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.tasks.task import TaskContext
 from mmjax.data.tokenizer import ByteTokenizer
@@ -50,9 +50,9 @@ def test_samples_are_those_that_were_written(channels: int, tmp_path: Path) -> N
     written = tone(440.0, 1.3, channels)
     medium = film(tmp_path / "a.mkv", written)
     assert track_of(medium, CONFIG) == (len(written[0]), RATE)
-    np.testing.assert_allclose(track_samples(medium, CONFIG), written.mean(axis=0), atol=2**-14)
+    np.testing.assert_allclose(read_track(medium, CONFIG)[1], written.mean(axis=0), atol=2**-14)
     medium = replace(medium, data=(tmp_path / "a.mkv").read_bytes(), path="")
-    np.testing.assert_allclose(track_samples(medium, CONFIG), written.mean(axis=0), atol=2**-14)
+    np.testing.assert_allclose(read_track(medium, CONFIG)[1], written.mean(axis=0), atol=2**-14)
 
 
 def test_a_track_is_cut_and_becomes_frames(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_track_is_cut_and_becomes_frames(tmp_path: Path) -> None:
 def test_a_compressed_track_sounds_the_same(tmp_path: Path) -> None:
     written = tone(440.0, 1.3, 2)
     medium = film(tmp_path / "a.mp4", written, "aac")
-    samples_N = track_samples(medium, CONFIG)
+    samples_N = read_track(medium, CONFIG)[1]
     assert abs(len(samples_N) - len(written[0])) <= 2048
     spectrum = np.abs(np.fft.rfft(samples_N[:RATE]))
     assert abs(int(spectrum.argmax()) - 440) <= 1 and samples_N.std() == pytest.approx(0.45 * 0.5**0.5, rel=0.1)
