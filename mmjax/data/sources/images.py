@@ -48,6 +48,12 @@ class Measure(NamedTuple):
     clip: Clip | None = None
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    """The image, with an alpha channel, laid on white."""
+    with_alpha = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha)
+
+
 class Pictures:
     """Makes media of a source's images for an encoder.
 
@@ -139,8 +145,7 @@ class Pictures:
         decoded = _eight_bits(image).convert("L" if self.spec.channels == 1 else "RGB")
         if not self.config.white or decoded.info.get("transparency") is None:
             return decoded
-        with_alpha = decoded.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha).convert(decoded.mode)
+        return on_white(decoded).convert(decoded.mode)
 
     def _upright_size(self, image: Image.Image, turn: int) -> Size:
         height, width = image.height, image.width

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmjax.configurable import require
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.images import Pictures
+from mmjax.data.sources.images import Pictures, on_white
 from mmjax.data.sources.sizes import Size, Step, covering, smart_size
 from mmjax.data.types import EncoderSpec
 
@@ -68,8 +68,7 @@ class TargetPictures(Pictures):
 
     def _decoded(self, image: Image.Image) -> Image.Image:
         if "A" in image.getbands() or image.info.get("transparency") is not None:
-            with_alpha = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha)
+            image = on_white(image)
         return super()._decoded(image)
 
 
