@@ -125,6 +125,7 @@ def test_a_picture_on_a_canvas_gets_what_it_gets_alone() -> None:
         assert np.abs(on_canvas - alone).max() <= 1e-5 * np.abs(alone).max()
 
 
+@pytest.mark.long
 def test_another_canvas_changes_nothing() -> None:
     (one,) = pictures(TINY, SIZES[2:])
     (small,), (large,) = (predicted(TINY, [one], canvas) for canvas in TINY.canvases)
