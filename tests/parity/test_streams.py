@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 
 
-@cases(LAYOUTS, "streams 1,2,1 | 1,1,2 | 2,2,1")
+@cases(LAYOUTS)
 def test_streams(changes: Changes) -> None:
     assert_equal(changes)
 
