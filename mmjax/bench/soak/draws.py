@@ -308,7 +308,8 @@ def _spread(rng: random.Random, modules: Modules, *, phased: bool) -> Iterator[s
                 yield from (f"{name}/Layout.shard='parameters'", f"{name}/Layout.gather={rng.choice(LANED_GATHERS)!r}")
             yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
-            yield f"{name}/Offload.parameters={phased and name in modules.encoders and not shards and rng.random() < 0.5}"
+            is_idle_between = phased and not shards and name in modules.encoders
+            yield f"{name}/Offload.parameters={is_idle_between and rng.random() < 0.5}"
             spanned = size // width // parts
             yield f"{name}/Layout.optimizer_instances={_instances(rng, spanned)}"
     yield f"Train.unroll={rng.random() < 0.3}"
