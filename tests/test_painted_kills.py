@@ -31,9 +31,9 @@ def run_command(name: str, flags: Sequence[str], output: Path, until: Callable[[
     command = Command(name, flags, output)
     try:
         if until is None:
-            assert command.end(300) == 0, command.text()
+            assert command.end(900) == 0, command.text()
         else:
-            command.wait_for(lambda: until(command), 300)
+            command.wait_for(lambda: until(command), 900)
             command.send(signal.SIGKILL)
             assert command.end() == -signal.SIGKILL, command.text()
         command.assert_nothing_left()
@@ -59,7 +59,7 @@ def gin(bindings: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_kills_change_no_sample(name: str, tmp_path: Path) -> None:
     """Killed within steps and while a checkpoint is written; resumed under the same layout, then under another one."""

@@ -176,7 +176,7 @@ def unet(llm: str, vision: str, painter: str, **changes: Any) -> dict[str, Any]:
     return UNET | _layouts(llm=llm, vision=vision, painter=painter) | changes
 
 
-def both(llm: str, vision: str, painter: str, printer: str, first: Changes = UNET, **changes: Any) -> dict[str, Any]:
+def both(llm: str, vision: str, painter: str, printer: str, first: Changes = UNET, /, **changes: Any) -> dict[str, Any]:
     """The same with a second generator, a diffusion transformer; ``first`` are settings of the first one."""
     ((_, kind),) = first["Model.generators"].items()
     generators = {"Model.generators": {"painter": kind, "printer": "dit"}}

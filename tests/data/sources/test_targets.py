@@ -269,7 +269,7 @@ def test_a_record_names_one_of_several_generators(tmp_path: Path) -> None:
 
 
 def test_a_record_has_pictures_of_several_generators(tmp_path: Path) -> None:
-    """Each generator has its pictures, noise and placeholders; marks are in the order of the text, whoever makes them."""
+    """Each generator has its pictures, noise and placeholders; marks are in the order of the text."""
     specs = {"painter": PAINTER, "second": replace(PAINTER, channels=1, patch=4)}
     answer = (image("a", **MADE), "then ", image("b", **MADE, generator="second"), image("c", **MADE))
     records: list[dict[str, Any]] = [
