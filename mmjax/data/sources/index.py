@@ -156,13 +156,13 @@ class Index:
         """Number of frames of each recording of a record; `record` as in `sizes`."""
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
-    def targets_of(self, record: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """The number of the generator of a record's pictures to be made, and (height, width) of each.
+    def targets_of(self, record: int) -> list[tuple[int, tuple[int, int]]]:
+        """For each of a record's pictures to be made the number of its generator, and (height, width).
 
-        (0, ()) without any; `record` as in `sizes`.
+        `record` as in `sizes`.
         """
         rows = self.targets[_span(self.target_ends, record)].tolist()
-        return (rows[0][0] if rows else 0), tuple((height, width) for _, height, width in rows)
+        return [(generator, (height, width)) for generator, height, width in rows]
 
     @property
     def scanned(self) -> int:

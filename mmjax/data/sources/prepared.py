@@ -174,13 +174,14 @@ class PreparedRecords:
         images = [size for media in self.index.sizes(number) for size in media]
         recordings = [(frames,) for frames in self.index.frames(number)]
         targets = self._targets(number)
-        by_encoder = {self._records.image: images, self._records.audio: recordings, targets.generator: targets.sizes}
+        by_encoder = {self._records.image: images, self._records.audio: recordings, **targets.by_generator}
         return {name: list(sizes) for name, sizes in by_encoder.items() if sizes}
 
     def _targets(self, number: int) -> Targets:
         """The sizes of a record's pictures to be made."""
-        generator, sizes = self.index.targets_of(number)
-        return Targets(generator=self._records.generators[generator], sizes=sizes) if sizes else Targets()
+        targets = self.index.targets_of(number)
+        makers = tuple(self._records.generators[generator] for generator, _ in targets)
+        return Targets(makers=makers, sizes=tuple(size for _, size in targets))
 
     def _images(self, number: int) -> list[Measure]:
         """The sizes of a record's images and videos."""

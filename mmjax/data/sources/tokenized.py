@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,25 +57,34 @@ class TokenizedRecord:
 
     def encoded(self, name: str, records: RecordTokenizer) -> tuple[Media, ...]:
         """The record's images, recordings or pictures to be made, whichever the module `name` has."""
-        record = self.record
-        return {records.image: record.images, records.audio: record.recordings}.get(name, record.targets)
+        record, pairs = self.record, zip(self.record.targets, self.targets.makers, strict=True)
+        made = tuple(medium for medium, maker in pairs if maker == name)
+        return {records.image: record.images, records.audio: record.recordings}.get(name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The pictures of a record that a generator is to make.
+    """The pictures of a record that generators are to make, in the order of their places.
 
     Attributes:
-      generator: the generator's name; "" without any.
+      makers: the name of the generator of each.
       sizes: height and width of each.
     """
 
-    generator: str = ""
+    makers: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ()
 
     def first(self, count: int) -> Targets:
         """The first `count` pictures."""
-        return replace(self, sizes=self.sizes[:count]) if count else Targets()
+        return Targets(makers=self.makers[:count], sizes=self.sizes[:count])
+
+    @property
+    def by_generator(self) -> dict[str, list[Size]]:
+        """The sizes of the pictures of each generator."""
+        sizes: dict[str, list[Size]] = {}
+        for maker, size in zip(self.makers, self.sizes, strict=True):
+            sizes.setdefault(maker, []).append(size)
+        return sizes
 
 
 class RecordTokenizer:
@@ -185,26 +194,25 @@ class RecordTokenizer:
 
     def _measured_targets(self, record: Record) -> Targets:
         """The sizes of a record's pictures to be made. Raises Unusable if no generator makes them, or one is broken."""
-        if not record.targets:
-            return Targets()
-        name = self._maker(record)
-        sizes: list[Size] = []
-        for number, medium in enumerate(record.targets):
-            with self.naming(medium, name, number):
+        makers, sizes = list[str](), list[Size]()
+        for medium in record.targets:
+            name = self._maker(medium)
+            with self.naming(medium, name, makers.count(name)):
                 sizes += self.drawings[name].measure_file(medium, alone=True).media
-        return Targets(generator=name, sizes=tuple(sizes))
+            makers.append(name)
+        return Targets(makers=tuple(makers), sizes=tuple(sizes))
 
-    def _maker(self, record: Record) -> str:
-        """The generator of a record's pictures: the one that it names, `Data.generator`, or the only one."""
+    def _maker(self, medium: Media) -> str:
+        """The generator of a picture to be made: the one that it names, `Data.generator`, or the only one."""
         generators = self.generators
         if not generators:
             fix = "set Model.generators to {'painter': 'dit'}"
             raise Unusable(f"it has a picture to be made, and no generator of the model makes one: {fix}")
         legal = " or ".join(map(repr, generators))
-        if record.generator and record.generator not in generators:
-            raise Unusable(f"generator={record.generator!r} makes no pictures in the model; name {legal}")
+        if medium.generator and medium.generator not in generators:
+            raise Unusable(f"generator={medium.generator!r} makes no pictures in the model; name {legal}")
         is_only = len(generators) == 1 and self._generator not in generators
-        name = record.generator or (generators[0] if is_only else self._generator)
+        name = medium.generator or (generators[0] if is_only else self._generator)
         if name not in generators:
             raise Unusable(
                 f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
@@ -217,7 +225,8 @@ class RecordTokenizer:
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
         """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
-        return tuple((self.generators.index(targets.generator), *size) for size in targets.sizes)
+        pairs = zip(targets.makers, targets.sizes, strict=True)
+        return tuple((self.generators.index(maker), *size) for maker, size in pairs)
 
     def tokenize(
         self,
@@ -253,6 +262,7 @@ class RecordTokenizer:
             template=self.template,
             system=record.system or self.config.system,
             tools=record.tools,
+            makers=targets.makers,
         )
         return TokenizedRecord(
             record=record, alone=alone, dialogue=dialogue, images=images, recordings=recordings, targets=targets
@@ -332,9 +342,8 @@ class RecordTokenizer:
             counts[self.image] = [self._tokens(image) for image in images]
         if recordings:
             counts[self.audio] = [self.encoders[self.audio].tokens(frames) for frames in recordings]
-        if targets.sizes:
-            spec = self.encoders[targets.generator]
-            counts[targets.generator] = [spec.tokens(*size) for size in targets.sizes]
+        for maker, sizes in targets.by_generator.items():
+            counts[maker] = [self.encoders[maker].tokens(*size) for size in sizes]
         return counts
 
     def _tokens(self, measure: Measure) -> Count:

@@ -37,6 +37,7 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
 
     medium: ClassVar[Medium] = "image"
     merge: ClassVar[int] = 1
+    splits_queries: ClassVar[bool] = True
     shares_queries: ClassVar[bool] = True
     qk_norm = True
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
