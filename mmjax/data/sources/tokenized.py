@@ -17,6 +17,7 @@ from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.sample import EncodedDialogue, encode_dialogue
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.cutting import cut, cut_points
+from mmjax.data.sources.drawings import images_before
 from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
@@ -68,14 +69,24 @@ class Targets:
     Attributes:
       generator: the generator's name; "" without any.
       sizes: height and width of each.
+      references: for each, the images that it is made from: the number of the image in the record, and its size as the
+        generator sees it.
     """
 
     generator: str = ""
     sizes: tuple[Size, ...] = ()
+    references: tuple[tuple[tuple[int, Size], ...], ...] = ()
 
     def first(self, count: int) -> Targets:
         """The first `count` pictures."""
-        return replace(self, sizes=self.sizes[:count]) if count else Targets()
+        first = replace(self, sizes=self.sizes[:count], references=self.references[:count])
+        return first if count else Targets()
+
+    @property
+    def reference_sizes(self) -> dict[str, list[list[Size]]]:
+        """Sizes of the references of each picture, under the generator's name; {} without any."""
+        sizes = [[size for _, size in of_one] for of_one in self.references]
+        return {self.generator: sizes} if any(sizes) else {}
 
 
 class RecordTokenizer:
@@ -192,7 +203,15 @@ class RecordTokenizer:
         for number, medium in enumerate(record.targets):
             with self.naming(medium, name, number):
                 sizes += self.drawings[name].measure_file(medium, alone=True).media
-        return Targets(generator=name, sizes=tuple(sizes))
+        most = self.encoders[name].references
+        before = [numbers[-most:] for numbers in images_before(record.dialogue, record.images)] if most else []
+        references = tuple(tuple(self._reference(record, name, number) for number in numbers) for numbers in before)
+        return Targets(generator=name, sizes=tuple(sizes), references=references)
+
+    def _reference(self, record: Record, generator: str, number: int) -> tuple[int, Size]:
+        """The number of an image of the record, and its size as the generator sees it. Raises Unusable."""
+        with self.naming(record.images[number], self.image, number):
+            return number, self.drawings[generator].reference_size(record.images[number])
 
     def _maker(self, record: Record) -> str:
         """The generator of a record's pictures: the one that it names, `Data.generator`, or the only one."""
@@ -218,6 +237,11 @@ class RecordTokenizer:
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
         """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
         return tuple((self.generators.index(targets.generator), *size) for size in targets.sizes)
+
+    def numbered_references(self, targets: Targets) -> tuple[tuple[int, int, int, int], ...]:
+        """The references of all pictures: the number of the picture, that of the image, its height and its width."""
+        numbered = enumerate(targets.references)
+        return tuple((target, number, *size) for target, of_one in numbered for number, size in of_one)
 
     def tokenize(
         self,
@@ -295,6 +319,10 @@ class RecordTokenizer:
             return self.drawings[name].media(data)
         assert self._recordings
         return [self._recordings(data)]
+
+    def reference(self, generator: str, media: Media) -> np.ndarray:
+        """An image, float32 [h, w, C], as a generator sees it that makes another from it. Raises as `decode` does."""
+        return self.drawings[generator].reference(media.read(self.config.byte_limit))
 
     @contextmanager
     def naming(self, media: Media, name: str, number: int) -> Iterator[None]:
