@@ -36,6 +36,11 @@ STUDIES = {
         tables="studies.distrain:tables",
         doc="The best plan against a monolithic layout and devices by FLOPs, predicted, beside DistTrain's figures.",
     ),
+    "drawing": Study(
+        rows="studies.drawing:rows",
+        tables="studies.drawing:tables",
+        doc="Steps of DistTrain's and BigMac's models by module, simulated in the layouts of their configurations.",
+    ),
     "cornstarch": Study(
         rows="studies.cornstarch.report:rows",
         tables="studies.cornstarch.report:tables",

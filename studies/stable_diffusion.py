@@ -3,7 +3,7 @@
 A U-Net has most of its parameters where the picture is smallest, so FLOPs do not follow from parameters as they do for
 a stack of equal layers. The shapes are those of Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion
 Models" (2022), in the sizes of version 2.1: 865,910,724 parameters in the U-Net, 34,163,592 in the encoder of pictures.
-Here for planning alone: nothing trains this model.
+Trained models have the network itself (`mmjax.models.unet`), whose FLOPs, traced, are those of this formula.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The configurations with experts for H100s: published sizes, layouts, and dry runs that fit.
+"""The configurations of papers' models and of those with experts: published sizes, layouts, and dry runs that fit.
 
 Layouts of `qwen3_moe_vlm` and of both `_plan` are those of `mmjax.plan`, of the others those of the paper.
 """
@@ -13,10 +13,12 @@ from trial_runs import REPOSITORY
 from mmjax.assembly.buckets import build_packer
 from mmjax.assembly.model import build_model
 from mmjax.config import load_config
+from mmjax.configurable import from_preset
 from mmjax.data.loader import tokenizer_of
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, projector_name
 from mmjax.models.flops import parameter_count
+from mmjax.models.unet.config import UNetConfig
 from mmjax.planner.accelerators import H100
 from mmjax.recipe import Recipe
 from mmjax.recipe.advice import advise
@@ -47,7 +49,23 @@ LAYOUTS = {
         "llm": replace(SPLIT, dp=16, pp=2, chunks=1, cp=2),
         "painter": Layout(lanes=2, dp=8, tp=4),
     },
+    "mllm_9b": {
+        "vision": Layout(dp=8, rank_offset=64),
+        "llm": Layout(dp=8, tp=8),
+        "painter": Layout(dp=8, rank_offset=72),
+    },
+    "mllm_15b": {
+        "vision": Layout(dp=8, rank_offset=64),
+        "llm": Layout(dp=8, tp=8),
+        "painter": Layout(dp=8, rank_offset=72),
+    },
+    "mllm_72b": {
+        "vision": Layout(dp=7, rank_offset=64),
+        "llm": Layout(pp=8, tp=8),
+        "painter": Layout(dp=7, rank_offset=71),
+    },
 }
+EXPERTS = [name for name in LAYOUTS if not name.startswith("mllm")]
 RUNS = {
     "qwen3_moe_vlm": (32, "1f1b", 0.05),
     "bigmac_understanding": (32, "nested", 0.08),
@@ -55,6 +73,9 @@ RUNS = {
     "bigmac_generation": (32, "nested", 0.08),
     "bigmac_generation_mmdit": (32, "nested", 0.08),
     "bigmac_generation_plan": (8, "nested", 0.08),
+    "mllm_9b": (16, "1f1b", 0.3),
+    "mllm_15b": (8, "1f1b", 0.4),
+    "mllm_72b": (40, "1f1b", 0.4),
 }
 """Microbatches, schedule, and the most of the devices' time that a step has idle."""
 PARAMETERS = {
@@ -64,6 +85,9 @@ PARAMETERS = {
     "bigmac_generation": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
     "bigmac_generation_mmdit": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.42e9},
     "bigmac_generation_plan": {"vision": 1.33e9, LLM: 30.53e9, "painter": 20.2e9},
+    "mllm_9b": {"vision": 0.632e9, LLM: 7.53e9, "painter": 0.866e9},
+    "mllm_15b": {"vision": 0.632e9, LLM: 14.0e9, "painter": 0.866e9},
+    "mllm_72b": {"vision": 0.632e9, LLM: 70.55e9, "painter": 0.866e9},
 }
 SHORT = ("llm/Decoder.layers=8", "vision/ViT.layers=2")
 
@@ -88,6 +112,14 @@ def test_models_have_the_published_sizes(name: str) -> None:
     assert counted[projector_name("vision")] > 2048**2, "two layers"
 
 
+@pytest.mark.parametrize(("name", "pixels"), [("mllm_9b", 512), ("mllm_15b", 512), ("mllm_72b", 1024)])
+def test_pictures_are_as_large_as_in_the_paper(name: str, pixels: int) -> None:
+    recipe = load(name)
+    settings = recipe.model["painter"].settings
+    assert settings == replace(from_preset(UNetConfig, "sd-2.1"), canvases=settings.canvases, remat="dots")
+    assert settings.canvases == ((pixels // 8, pixels // 8),)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bigmac_understanding_plan", "bigmac_understanding", "bigmac_generation"])
 def test_each_rank_of_an_encoders_cp_has_a_whole_picture(name: str) -> None:
@@ -99,7 +131,7 @@ def test_each_rank_of_an_encoders_cp_has_a_whole_picture(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_a_dry_run_of_few_layers_has_every_program(name: str) -> None:
     generators = [] if "painter" not in LAYOUTS[name] else ["MMDiT" if name.endswith("mmdit") else "DiT"]
     recipe = load(name, *SHORT, *(f"painter/{generator}.layers=2" for generator in generators))

@@ -1,6 +1,7 @@
 """FLOPs of a module, counted in a trace of its layers.
 
-A row is traced once per module, on a device that need not exist. A loop of the module's own counts as one turn.
+A row is traced once per module, of a module with canvases three, on a device that need not exist. A loop of the
+module's own counts as one turn.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class TracedWork:
       axes: of positions.
       special: positions of a segment that its length does not count, such as a class token.
       once: of products that are computed once for a segment, such as shifts by a picture's time.
+      per_square: for each pair of places of a segment, where masks see none of them: of attention on a canvas's levels.
     """
 
     ends: Fraction
@@ -54,6 +56,7 @@ class TracedWork:
     axes: int
     special: int
     once: Fraction = Fraction(0)
+    per_square: Fraction = Fraction(0)
 
     def flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int] | None = None) -> int:
         """Forward FLOPs over segments of these lengths, in positions.
@@ -67,7 +70,7 @@ class TracedWork:
         runs_N = lengths_N + self.special
         visible = pairs or {mask: _pairs(mask, runs_N, self.axes) for mask in self.per_pair}
         attention = sum(flops * visible[mask] for mask, flops in self.per_pair.items())
-        once = self.once * int(np.count_nonzero(lengths_N))
+        once = self.once * int(np.count_nonzero(lengths_N)) + self.per_square * int((lengths_N**2).sum())
         return round(self.ends * int(lengths_N.sum()) + self.layers * int(runs_N.sum()) + once) + attention
 
 
@@ -81,6 +84,10 @@ def traced_work(module: Any) -> TracedWork:
     A language model's logits count for every token.
     """
     spec, positions = module.medium, _positions(module)
+    if spec and spec.canvases:
+        sides = [number * spec.multiple for number in (1, 2, 3)]
+        squares = replace(module.config, canvases=tuple(zip(sides, sides, strict=True)))
+        return _canvas_work(replace(module, config=squares))
     row = _traced_row(module, positions)
     special = spec.special if spec else 0
     work = TracedWork(
@@ -90,12 +97,35 @@ def traced_work(module: Any) -> TracedWork:
         axes=_axes(module),
         special=special,
     )
-    if not (spec and spec.queries) or spec.canvases:
+    if not (spec and spec.queries):
         return work
     longer = _traced_row(module, positions + TOKENS)  # by what it has more, products for each position are told apart
     ends, layers = Fraction(longer.ends - row.ends, TOKENS), Fraction(longer.layers - row.layers, TOKENS)
     once = row.ends + row.layers - ends * (positions - special) - layers * positions
     return replace(work, ends=ends, layers=layers, once=once)
+
+
+@functools.lru_cache(maxsize=64)
+def _canvas_work(module: Any) -> TracedWork:
+    """The work of a module whose rows are canvases, from traces of its own three, which are squares.
+
+    It is a polynomial of degree 2 in a picture's places: levels have a share of them, and attention is of pairs.
+    """
+    places = [math.prod(sides) for sides in module.medium.canvases]
+    rows = [_traced_row(module, module.medium.queries + number) for number in places]
+    (first, second, third), (x, y, z) = places, [Fraction(row.ends + row.layers) for row in rows]
+    slope = (y - x) / (second - first)
+    per_square = ((z - x) / (third - first) - slope) / (third - second)
+    per_place = slope - per_square * (first + second)
+    return TracedWork(
+        ends=Fraction(0),
+        layers=per_place,
+        per_pair=dict(rows[0].per_pair),
+        axes=_axes(module),
+        special=0,
+        once=x - per_place * first - per_square * first**2,
+        per_square=per_square,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +236,7 @@ def _positions(module: Any) -> int:
     spec = module.medium
     if not (spec and spec.queries):
         return TOKENS * module.patches_per_token
-    return spec.queries + (math.prod(spec.canvases[0]) if spec.canvases else TOKENS)
+    return spec.queries + TOKENS
 
 
 def _row(module: Any, positions: int) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def test_a_tapped_kernel_has_its_gradient_later(stride: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pixels", [512, 768])
+@pytest.mark.parametrize("pixels", [512, 768, 1024])
 def test_traced_flops_are_those_of_the_study(pixels: int) -> None:
     c = from_preset(UNetConfig, "sd-2.1")
     assert c.queries == CONTEXT

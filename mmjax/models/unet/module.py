@@ -9,16 +9,12 @@ Shapes: R rows, N places of the condition, T of the canvas, D width, E channels 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mmjax.attention.mask import Mask
 from mmjax.attention.row_runs import ANY_RUNS
 from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
@@ -26,7 +22,6 @@ from mmjax.models.denoiser import Denoiser
 from mmjax.models.layers import Params
 from mmjax.models.module import Block, LayerGroup
 from mmjax.models.parameters import Part
-from mmjax.models.traced_flops import parameter_shapes, record_shapes
 from mmjax.models.unet import layers
 from mmjax.models.unet.config import UNetConfig
 from mmjax.models.unet.parameters import UNet
@@ -79,46 +74,6 @@ class LatentUNet(Denoiser):
         c = self.config
         canvases = {"canvases": c.canvases, "bounded_by": "UNet.canvases", "multiple": 2 ** (len(c.widths) - 1)}
         return replace(super().medium, **canvases)
-
-    def forward_flops(self, lengths: Iterable[int]) -> int:
-        """Model FLOPs of a forward over pictures of so many places each, in total.
-
-        They are a polynomial of degree 2 in the places, since attention inside a picture is of pairs.
-        """
-        fixed, per_place, per_pair = _work(self.config)
-        places = [int(length) for length in lengths]
-        return round(
-            len(places) * fixed + sum(places) * per_place + sum(number * number for number in places) * per_pair
-        )
-
-    def counted_flops(self, lengths: Iterable[int], pairs: Mapping[Mask, int]) -> int:
-        """``forward_flops``: its masks have no words, whose pairs could be counted."""
-        del pairs
-        return self.forward_flops(lengths)
-
-
-@lru_cache(maxsize=64)
-def _work(c: UNetConfig) -> tuple[Fraction, Fraction, Fraction]:
-    """FLOPs of a picture, of each of its places, and of each pair of them, from traces of three squares."""
-    sides = [factor * 2 ** (len(c.widths) - 1) for factor in (1, 2, 3)]
-    c, places = replace(c, canvases=tuple(zip(sides, sides, strict=True))), [side * side for side in sides]
-    (first, second, third), (x, y, z) = places, [Fraction(c.layers * _traced(c, number)) for number in places]
-    slope = (y - x) / (second - first)
-    per_pair = ((z - x) / (third - first) - slope) / (third - second)
-    per_place = slope - per_pair * (first + second)
-    return x - per_place * first - per_pair * first**2, per_place, per_pair
-
-
-def _traced(c: UNetConfig, places: int) -> int:
-    """FLOPs of a layer for a picture on a canvas of so many places."""
-    inputs = {
-        "segments": jax.ShapeDtypeStruct((1, c.queries + places), jnp.int32),
-        "times": jax.ShapeDtypeStruct((1, places), jnp.float32),
-    }
-    x = jax.ShapeDtypeStruct((1, c.queries + places, c.width), jnp.float32)
-    return record_shapes(
-        lambda context, p, x: _block(c, context, x)(x, p), inputs, parameter_shapes(partial(UNet, c)), x
-    ).products
 
 
 def _block(c: UNetConfig, context: Context, x_RTD: Float[Array, "R N+T D"]) -> Block:
