@@ -230,7 +230,13 @@ def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
     """
     sizes = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in sample.media.items()}
     learned, weight = int(np.count_nonzero(sample.loss_weights)), loss_weight(sample.loss_weights)
-    return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned)
+    references = {
+        name: [[picture.shape[:-1] for picture in pictures] for pictures in of_media]
+        for name, of_media in sample.references.items()
+    }
+    return SampleMeta.of(
+        encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned, references=references
+    )
 
 
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
@@ -249,6 +255,8 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
             pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), placeholders))
         if name in media:
             pairs.append((f"{name} patches", actual.grids.get(name, ()), meta.grids.get(name, ())))
+            followed = actual.references.get(name, ()), meta.references.get(name, ())
+            pairs.append((f"{name} patches of references", *followed))
     return next((f"{value} {unit}, not {expected}" for unit, value, expected in pairs if value != expected), "")
 
 
@@ -331,6 +339,7 @@ def prompt_only(sample: Sample) -> Sample:
     tokens = sample.prompt_tokens if len(sample.prompt_tokens) else sample.tokens[: sample.prompt]
     media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
     counts = {name: len(arrays) for name, arrays in media.items()}
+    references = {name: of_media[: counts.get(name, 0)] for name, of_media in sample.references.items()}
     tiled = {
         name: images[: _complete((1 + math.prod(image.grid) for image in images), counts.get(name, 0))]
         for name, images in sample.tiled.items()
@@ -341,7 +350,14 @@ def prompt_only(sample: Sample) -> Sample:
     }
     weights, prompt = np.zeros(len(tokens), np.float32), len(tokens)
     return replace(
-        sample, tokens=tokens, loss_weights=weights, prompt=prompt, media=media, tiled=tiled, video_times=times
+        sample,
+        tokens=tokens,
+        loss_weights=weights,
+        prompt=prompt,
+        media=media,
+        references=references,
+        tiled=tiled,
+        video_times=times,
     )
 
 

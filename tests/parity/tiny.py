@@ -74,7 +74,7 @@ ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*")
 TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
 
 
-def cases(matrix: Mapping[str, Changes], fast: str) -> pytest.MarkDecorator:
+def cases(matrix: Mapping[str, Changes], fast: str = "") -> pytest.MarkDecorator:
     """``changes`` of each case of a matrix, by its name; all but ``fast`` are long tests."""
     marks = {name: [] if name == fast else [pytest.mark.long] for name in matrix}
     return pytest.mark.parametrize(

@@ -387,6 +387,12 @@ SLOW = {
     "drawing, streams, two stages, zb-h1": replace(
         STREAMS, painter=Layout(tp=2, sp=False, pp=2), schedule="zb-h1", remat="full", microbatches=4, samples=25
     ),
+    "drawing, references": replace(STREAMS, model="drawing, references"),
+    "drawing, references, two stages, zb-h1": replace(
+        STREAMS,
+        model="drawing, references",
+        **{"painter": Layout(tp=2, pp=2), "schedule": "zb-h1", "microbatches": 4, "samples": 25},
+    ),
     "drawing, streams, sp": replace(STREAMS, painter=Layout(tp=2, rank_offset=6)),
     "drawing, streams, shards": replace(STREAMS, painter=Layout(dp=2, shard="parameters", rank_offset=6)),
     "drawing, streams, cp": replace(STREAMS, painter=Layout(cp=2, rank_offset=6)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmjax.data.sources.keys import shown
 from mmjax.data.sources.media import Media
-from mmjax.data.sources.places import DRAWING, Filled, Find, Place, Places
+from mmjax.data.sources.places import DRAWING, IMAGE, VIDEO, Filled, Find, Place, Places
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import Turn, last_answer
 
@@ -78,6 +79,22 @@ def _name(value: object) -> str:
     if value is not None and not isinstance(value, str):
         raise Unusable(f"generator={shown(value)} must be the name of a generator")
     return (value or "")[:80]
+
+
+def images_before(turns: Sequence[Turn], images: Sequence[Media]) -> list[list[int]]:
+    """For each picture to be made, the numbers from 0 of the images before it in the text, without videos.
+
+    Args:
+      turns: the turns, in whose texts marks stand at places alone.
+      images: the images and videos in the order of their marks; those without a mark come first.
+    """
+    marks = [mark for turn in turns for mark in re.findall(f"{IMAGE}|{VIDEO}|{DRAWING}", turn.text)]
+    count, before = len(images) - sum(mark != DRAWING for mark in marks), list[list[int]]()
+    for mark in marks:
+        if mark == DRAWING:
+            before.append([number for number in range(count) if not images[number].is_video])
+        count += mark != DRAWING
+    return before
 
 
 def makes_picture(part: Mapping[str, Any], sort: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.sample import EncodedDialogue, encode_dialogue
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.cutting import cut, cut_points
+from mmjax.data.sources.drawings import images_before
 from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
@@ -31,6 +33,7 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec
 
+Item = TypeVar("Item")
 _MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
 """Limits of texts. A text that is far too long for a row is not encoded: that takes a hundred times its memory."""
 
@@ -69,22 +72,35 @@ class Targets:
     Attributes:
       makers: the name of the generator of each.
       sizes: height and width of each.
+      references: for each, the images that it is made from: the number of the image in the record, and its size as the
+        generator sees it.
     """
 
     makers: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ()
+    references: tuple[tuple[tuple[int, Size], ...], ...] = ()
 
     def first(self, count: int) -> Targets:
         """The first `count` pictures."""
-        return Targets(makers=self.makers[:count], sizes=self.sizes[:count])
+        return Targets(makers=self.makers[:count], sizes=self.sizes[:count], references=self.references[:count])
 
     @property
     def by_generator(self) -> dict[str, list[Size]]:
         """The sizes of the pictures of each generator."""
-        sizes: dict[str, list[Size]] = {}
-        for maker, size in zip(self.makers, self.sizes, strict=True):
-            sizes.setdefault(maker, []).append(size)
-        return sizes
+        return self._by_maker(self.sizes)
+
+    @property
+    def reference_sizes(self) -> dict[str, list[list[Size]]]:
+        """Sizes of the references of each picture, by generator, of those with any."""
+        references = self.references or ((),) * len(self.makers)
+        sizes = self._by_maker([[size for _, size in of_one] for of_one in references])
+        return {maker: of_maker for maker, of_maker in sizes.items() if any(of_maker)}
+
+    def _by_maker(self, values: Sequence[Item]) -> dict[str, list[Item]]:
+        result: dict[str, list[Item]] = {}
+        for maker, value in zip(self.makers, values, strict=True):
+            result.setdefault(maker, []).append(value)
+        return result
 
 
 class RecordTokenizer:
@@ -200,7 +216,22 @@ class RecordTokenizer:
             with self.naming(medium, name, makers.count(name)):
                 sizes += self.drawings[name].measure_file(medium, alone=True).media
             makers.append(name)
-        return Targets(makers=tuple(makers), sizes=tuple(sizes))
+        before = images_before(record.dialogue, record.images) if record.targets else []
+        references = [
+            [self._reference(record, name, image) for image in self._referred(name, images)]
+            for name, images in zip(makers, before, strict=True)
+        ]
+        return Targets(makers=tuple(makers), sizes=tuple(sizes), references=tuple(map(tuple, references)))
+
+    def _referred(self, generator: str, images: Sequence[int]) -> Sequence[int]:
+        """The last images of those before a picture, as many as its generator takes."""
+        most = self.encoders[generator].references
+        return images[-most:] if most else []
+
+    def _reference(self, record: Record, generator: str, number: int) -> tuple[int, Size]:
+        """The number of an image of the record, and its size as the generator sees it. Raises Unusable."""
+        with self.naming(record.images[number], self.image, number):
+            return number, self.drawings[generator].reference_size(record.images[number])
 
     def _maker(self, medium: Media) -> str:
         """The generator of a picture to be made: the one that it names, `Data.generator`, or the only one."""
@@ -227,6 +258,11 @@ class RecordTokenizer:
         """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
         pairs = zip(targets.makers, targets.sizes, strict=True)
         return tuple((self.generators.index(maker), *size) for maker, size in pairs)
+
+    def numbered_references(self, targets: Targets) -> tuple[tuple[int, int, int, int], ...]:
+        """The references of all pictures: the number of the picture, that of the image, its height and its width."""
+        numbered = enumerate(targets.references)
+        return tuple((target, number, *size) for target, of_one in numbered for number, size in of_one)
 
     def tokenize(
         self,
@@ -305,6 +341,10 @@ class RecordTokenizer:
             return self.drawings[name].media(data)
         assert self._recordings
         return [self._recordings(data)]
+
+    def reference(self, generator: str, media: Media) -> np.ndarray:
+        """An image, float32 [h, w, C], as a generator sees it that makes another from it. Raises as `decode` does."""
+        return self.drawings[generator].reference(media.read(self.config.byte_limit))
 
     @contextmanager
     def naming(self, media: Media, name: str, number: int) -> Iterator[None]:

@@ -15,7 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-MOST_PICTURES = 4
+from mmjax.models.mmdit.config import MOST_REFERENCES
+
+MOST_PICTURES = 1 + MOST_REFERENCES
 """The most pictures of a row: the one that is made, and pictures that it is made from, which lie behind it."""
 _THETA = 10000.0
 
