@@ -18,10 +18,13 @@ from mmjax.parity.compare import of_kind, relative
 from mmjax.train.metrics import read_metrics
 
 STEPS = 12
-MEANS = ("Optimizer.ema=0.8", f"Train.steps={STEPS}", "Checkpoint.every=2", "Checkpoint.keep=9")
+MEANS = (
+    *("Optimizer.ema=0.8", "Optimizer.learning_rate=0.002", f"Train.steps={STEPS}"),
+    *("Checkpoint.every=2", "Checkpoint.keep=9"),
+)
 GENERATORS = {
     "dit": (DIT, ("painter/Layout.pp=1", "painter/Layout.dp=2", "llm/Layout.pp=1", "llm/Layout.tp=2")),
-    "unet": (UNET, ("painter/Layout.tp=2", "llm/Layout.pp=1", "llm/Layout.dp=2")),
+    "unet": (UNET, ("painter/Layout.tp=2", "painter/Layout.sp=False", "llm/Layout.pp=1", "llm/Layout.dp=2")),
 }
 """The configuration of each generator, and another layout."""
 

@@ -97,7 +97,7 @@ UNET = {
     **{
         f"painter__UNet_{name}": value
         for name, value in {
-            **dict(width=12, queries=2, channels=1, widths=(8, 16), heads_by_level=(1, 0), mid_heads=2),
+            **dict(width=12, queries=2, channels=1, widths=(8, 16), heads_by_level=(1, 0), mid_heads=4),
             **dict(groups=4, canvases=((4, 4),), drop_condition=0.5),
         }.items()
     },
@@ -192,12 +192,7 @@ CHECKED = {
     ),
     # Parts of a convolution, and of a row of condition and patches, on ranks 2 to 5.
     "a UNet over processes": tiny(
-        Layout(rank_offset=6),
-        Layout(tp=2),
-        **UNET,
-        painter__Layout_tp=4,
-        painter__Layout_rank_offset=2,
-        painter__UNet_mid_heads=4,
+        Layout(rank_offset=6), Layout(tp=2), **UNET, painter__Layout_tp=4, painter__Layout_rank_offset=2
     ),
     "a UNet's pictures over processes": tiny(
         Layout(dp=2, rank_offset=6), Layout(pp=2), **UNET, painter__Layout_dp=3, painter__Layout_rank_offset=2

@@ -23,11 +23,11 @@ from mmjax.bench.soak.forked import CRASHED, Process, program
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
-from mmjax.data.sources.writers import write_all
+from mmjax.data.sources.writers import write_all, write_pictures
 from mmjax.data.tasks.digits.dialogues import digit_dialogues
 from mmjax.data.tokenizer import make_tokenizer
 
-DATA = {kind: Path("/data") / kind for kind in ("llava", "webdataset", "array_record", "parquet")}
+DATA = {kind: Path("/data") / kind for kind in ("llava", "webdataset", "array_record", "parquet", "pictures")}
 DRAW = Draw(
     seed=0,
     number=1,
@@ -62,7 +62,8 @@ def test_draws_are_legal_different_and_the_same_again() -> None:
 @pytest.mark.long
 def test_ten_draws_are_refused_or_have_a_plan_for_every_step(tmp_path: Path) -> None:
     """Needs no device: finds data that cannot be read or packed under a drawn layout, as a soak would first."""
-    data, planned = write_all(tmp_path, digit_dialogues(24, seed=0), per_shard=10), 0
+    dialogues, planned = digit_dialogues(24, seed=0), 0
+    data = write_all(tmp_path, dialogues, per_shard=10) | {"pictures": write_pictures(tmp_path / "pictures", dialogues)}
     for number in range(10):
         draw = make_draw(7, number, data)
         config = load_config([], [*draw.shared, *draw.layout], allow_code=True)
@@ -101,7 +102,7 @@ from mmjax.bench.soak import write_data
 
 threads = len(os.listdir("/proc/self/task"))
 paths = write_data(Path(sys.argv[1]))
-assert len(paths) == 4 and paths["array_record"].exists()
+assert len(paths) == 5 and paths["array_record"].exists()
 assert len(os.listdir("/proc/self/task")) <= threads, "forked processes would not have them"
 """
 

@@ -230,6 +230,23 @@ def test_only_the_wanted_rows_have_an_order() -> None:
     assert after["llm"]["order"].cells == (1,) and after["vision"]["order"].cells == ()
 
 
+def test_each_rank_has_a_run_of_a_condition_and_of_a_picture() -> None:
+    """Arrays of all places are put in that order; those of one kind of place lie so already."""
+    split = Split(ranks=2, front=4, masks=((1, Mask("full")),))
+    assert not split.permutes and split.rounded(13) == 14
+    values = {"segments": np.ones((1, 12), int), "positions": np.arange(12)[None], "index": np.arange(4)[None]}
+    values |= {"patches": np.arange(8)[None], "times": np.arange(8.0)[None]}
+    values["segments"][0, 10:] = 0
+    inputs = {"painter": {name: PartialArray((0,), array.shape, 1, array) for name, array in values.items()}}
+    after = put_in_order(inputs, {"painter": split}, (), 1, None)["painter"]
+    assert after.keys() == values.keys()
+    np.testing.assert_array_equal(after["positions"].local_rows, [[0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11]])
+    np.testing.assert_array_equal(after["segments"].local_rows, [[1] * 10 + [0] * 2])
+    for name in ("index", "patches", "times"):
+        np.testing.assert_array_equal(after[name].local_rows, values[name])
+    np.testing.assert_array_equal(split.work({"segments": inputs["painter"]["segments"]}), [[60, 40]])
+
+
 def test_values_come_back_to_where_their_tokens_stood() -> None:
     rng = np.random.default_rng(0)
     values, order = rng.normal(size=(3, 6, 2)), np.argsort(rng.random((3, 6)), axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -60,6 +61,20 @@ def test_the_same_run_is_equal() -> None:
     assert found.ok and found.first_off() is None
     assert found.largest("loss") == found.largest("update") == found.largest("moments") == 0
     assert 0 < found.largest("grad") < 1e-6  # moments are rounded
+
+
+def test_a_step_is_compared_from_the_state_that_it_began_with() -> None:
+    """A run that is off after its first step, and a reference that follows it: the second step is equal."""
+    drift = np.float32(0.5)
+    run = Run(losses=WANT.losses, norms=WANT.norms, leaves=copy.deepcopy(WANT.leaves))
+    for leaves in run.leaves[1:]:
+        leaves["params/vision/a"] = leaves["params/vision/a"] + drift
+    following = dataclasses.replace(WANT, leaves=[*WANT.leaves[:2], run.leaves[2]], starts=run.leaves[:2])
+    found = compare(run, following, MODULES, clip_norm=CLIP)
+    assert found.first_off() == (1, ["vision update"]) and found.modules["vision"]["update"][1] == 0
+    alone = compare(run, WANT, MODULES, clip_norm=CLIP)
+    assert alone.modules["vision"]["update"][1] < 1e-4, "the drift is the same before and after"
+    assert compare(run, dataclasses.replace(following, starts=()), MODULES, clip_norm=CLIP).largest("update") > 1
 
 
 def test_bf16_has_wider_limits_and_one_for_single_leaves() -> None:

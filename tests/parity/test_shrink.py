@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import FAN_IN, tiny
+from tiny import FAN_IN, streams, tiny
 
 from mmjax.config import load_config
 from mmjax.mesh.layout import split_layers
@@ -142,6 +142,12 @@ def test_a_unet_becomes_two_levels_of_one_block(tp: int, heads: tuple[int, ...],
     assert (painter.widths, painter.heads_by_level, painter.mid_heads) == ((8, 16), heads, mid)
     assert (painter.width, painter.queries, painter.blocks, painter.canvases) == (64, 2, 1, ((8, 8),))
     assert small.model["painter"].packing.given[-1][1] == 2 + 64
+
+
+def test_places_of_a_condition_stay_multiples_of_the_ranks_that_share_them() -> None:
+    layout = streams("1,1,1", "1,1,1", "2,1,1", **{"painter/MMDiT.queries": 16, "painter/Layout.cp": 2})
+    assert shrunk(tiny(**layout), 262).recipe.model["painter"].settings.queries == 4
+    assert shrunk(tiny(**layout | {"painter/Layout.sp": False}), 262).recipe.model["painter"].settings.queries == 2
 
 
 @pytest.mark.parametrize(("full_layers", "small"), [(0, 0), (1, 1), (11, 2), (22, 4), (23, 5)])

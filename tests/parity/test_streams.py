@@ -48,6 +48,10 @@ LAYOUTS = {
     "streams, frozen": streams("1,2,1", "1,1,2", "1,2,2", **{"painter/Optimizer.frozen": True}),
     "streams, adapted": streams("1,2,1", "1,1,2", "2,2,1", **ADAPTERS),
     "streams, without sp": streams("1,1,2", "1,1,2", "4,1,1", **{"painter/Layout.sp": False}),
+    "streams, cp, sp": streams("1,1,2", "1,1,1", "2,1,1", **{"painter/Layout.cp": 2, "painter/MMDiT.queries": 4}),
+    "streams, cp, buckets": streams(
+        "1,2,1", "1,1,2", "1,1,2", **{"painter/Layout.cp": 2, "painter/Packing.buckets": ((8, 10), (16, 34))}
+    ),
     "streams, buckets": streams("1,1,2", "1,1,2", "1,1,2", **{"painter/Packing.buckets": ((8, 10), (16, 34))}),
 }
 
@@ -55,6 +59,14 @@ LAYOUTS = {
 @cases(LAYOUTS)
 def test_streams(changes: Changes) -> None:
     assert_equal(changes)
+
+
+def test_ranks_of_cp_have_equal_parts_of_the_condition() -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny(**streams("1,1,1", "1,1,1", "2,1,1", **{"painter/Layout.cp": 2, "painter/MMDiT.queries": 6}))
+    assert str(caught.value).startswith(
+        "painter/MMDiT.queries=6: ranks of painter/Layout.cp=2 have equal parts of its places; use a multiple of 4"
+    )
 
 
 def test_ranks_of_tp_have_equal_parts_of_the_condition() -> None:

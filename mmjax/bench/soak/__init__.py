@@ -20,7 +20,7 @@ from mmjax.bench.soak.draws import make_draw
 from mmjax.bench.soak.forked import Process, preload
 from mmjax.bench.soak.trial import Failure, Refused, SoakTrial
 from mmjax.configurable import require
-from mmjax.data.sources.writers import write_all
+from mmjax.data.sources.writers import write_all, write_pictures
 from mmjax.data.tasks.digits.dialogues import digit_dialogues
 
 DIALOGUES = 24
@@ -94,7 +94,9 @@ def write_data(folder: Path) -> dict[str, Path]:
     paths = folder / "paths.json"
 
     def write() -> int:
-        written = write_all(folder, digit_dialogues(DIALOGUES, seed=0), per_shard=10)
+        dialogues = digit_dialogues(DIALOGUES, seed=0)
+        written = write_all(folder, dialogues, per_shard=10)
+        written["pictures"] = write_pictures(folder / "pictures", dialogues)
         paths.write_text(json.dumps({kind: str(path) for kind, path in written.items()}))
         return 0
 

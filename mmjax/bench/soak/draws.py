@@ -26,6 +26,8 @@ ENDINGS = {"kill": 4, "interrupt": 2, "terminate": 3, "pause": 1}
 """Weights of the ways to stop a run: SIGKILL, Ctrl-C, SIGTERM, or SIGSTOP and SIGCONT after a while."""
 LANED_GATHERS = ("pull", "pull", "step")
 """Ways to gather the parameters of modules with lanes."""
+DRAWN = "pictures"
+"""The kind of source whose pictures may be made of their captions."""
 GROWING = "llava"
 """The kind of source whose data may grow."""
 Bindings = tuple[str, ...]
@@ -125,7 +127,10 @@ def _data(rng: random.Random, modules: Modules, data: Mapping[str, Path]) -> Ite
     yield from _buckets(rng, (*modules.media, "llm"), reordered=method != "none")
     sees, draws = "vision" in modules.encoders, "painter" in modules.generators
     if sees and not modules.generators and rng.random() < 0.4:
-        yield from _sources(rng, data)
+        yield from _sources(rng, data, rng.sample(SOURCES, rng.choice((1, 1, 2))))
+    elif set(modules.generators) == {"painter"} and rng.random() < 0.5:
+        yield from _sources(rng, data, (DRAWN, *(("llava",) if sees and rng.random() < 0.5 else ())))
+        yield from (f"{DRAWN}/Source.draw=True", f"{DRAWN}/Source.drawn_size={rng.choice(((8, 8), (8, 16)))!r}")
     else:
         yield from _digits(rng, sees=sees, hears="audio" in modules.encoders, draws=draws)
 
@@ -159,8 +164,7 @@ def _digits(rng: random.Random, *, sees: bool, hears: bool, draws: bool) -> Iter
     yield f"Data.sequence_length={rng.choice((64, 96)) + 40 * hears + 40 * draws + rng.choice((0, 0, 1, 2))}"
 
 
-def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
-    kinds = rng.sample(SOURCES, rng.choice((1, 1, 2)))
+def _sources(rng: random.Random, data: Mapping[str, Path], kinds: Sequence[str]) -> Iterator[str]:
     yield f"Data.sources={ {kind: rng.choice((1.0, 0.5)) for kind in kinds}!r}"
     for kind in kinds:
         yield f"{kind}/Source.kind={kind!r}"
@@ -168,6 +172,7 @@ def _sources(rng: random.Random, data: Mapping[str, Path]) -> Iterator[str]:
         yield f"{kind}/Source.template={rng.choice(('plain', 'vicuna', 'llama2', 'chatml'))!r}"
         yield f"{kind}/Source.system={rng.choice(('', 'be brief'))!r}"
         yield f"{kind}/Source.max_patches={rng.choice((16, 40))}"
+        yield from (f"{kind}/Source.question='What is it?'",) if kind == DRAWN else ()
         yield f"{kind}/Source.cut={rng.random() < 0.5}"
         yield f"{kind}/Source.held_out={rng.choice((0, 4))}"
         if rng.random() < 0.5:
@@ -226,6 +231,7 @@ def _training(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Optimizer.schedule={rng.choice(('constant', 'cosine', 'linear'))!r}"
     yield f"Optimizer.warmup={rng.choice((0, 1, 2))}"
     yield f"Optimizer.weight_decay={rng.choice((0.0, 0.1))}"
+    yield f"Optimizer.ema={rng.choice((0.0, 0.0, 0.5))}"
     frozen_share = 0.25 if rng.random() < 0.5 else 0.0
     for name in modules.trained:
         yield f"{name}/Optimizer.frozen={rng.random() < frozen_share}"

@@ -22,6 +22,8 @@ _MASKS = (
     ),
 )
 """Masks under which text can be written."""
+_PAINTERS = {"dit": "DiT", "mmdit": "MMDiT", "unet": "UNet"}
+"""Classes of the settings of generators of pictures, by kind."""
 _REMATS = ("none", "none", "dots", "full")
 
 
@@ -58,17 +60,18 @@ def draw_modules(rng: random.Random) -> Modules:
     )
     if "vision" in encoders and rng.random() < 0.2:
         encoders = {**encoders, "temporal": "temporal"}
-    generators = {"painter": "dit"} if rng.random() < 0.15 else {}
+    generators = {"painter": rng.choice(("dit", "dit", "mmdit", "unet"))} if rng.random() < 0.25 else {}
     generators |= {"talker": "llama"} if rng.random() < 0.15 else {}
     names = (*encoders, "llm", *generators)
     layers = {name: rng.choice((1, 1, 2, 2, 3) if name != "llm" else (1, 2, 2, 3, 4)) for name in names}
+    layers |= {"painter": 1} if generators.get("painter") == "unet" else {}
     edges = tuple(_edges(rng, encoders, generators))
     return Modules(encoders=encoders, generators=generators, layers=layers, edges=edges)
 
 
 def _edges(rng: random.Random, encoders: Mapping[str, str], generators: Mapping[str, str]) -> Iterator[str]:
     """The edges of a model that is no star; none for one that is."""
-    shows_images = "painter" in generators and "vision" in encoders and rng.random() < 0.5
+    shows_images = generators.get("painter") == "dit" and "vision" in encoders and rng.random() < 0.5
     if "temporal" not in encoders and not shows_images:
         return
     for name in encoders:
@@ -83,15 +86,15 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Model.encoders={dict(modules.encoders)!r}"
     yield f"Model.generators={dict(modules.generators)!r}"
     yield f"Model.edges={modules.edges!r}"
-    classes = {"vit": "ViT", "whisper": "Whisper", "temporal": "Temporal", "dit": "DiT", "llama": "Decoder"}
+    classes = {"vit": "ViT", "whisper": "Whisper", "temporal": "Temporal", "llama": "Decoder", **_PAINTERS}
     kinds = {**modules.encoders, **modules.generators}
     heads = dict[str, int]()
     for name, cls in {"llm": "Decoder", **{name: classes[kind] for name, kind in kinds.items()}}.items():
-        heads[name] = rng.choice((2, 4))
+        heads[name] = rng.choice((2, 4)) if cls != "MMDiT" else 2
         yield f"{name}/{cls}.layers={modules.layers[name]}"
         yield f"{name}/{cls}.width=16"
-        yield f"{name}/{cls}.heads={heads[name]}"
-        yield f"{name}/{cls}.mlp={rng.choice((16, 24))}"
+        if cls != "UNet":
+            yield from (f"{name}/{cls}.heads={heads[name]}", f"{name}/{cls}.mlp={rng.choice((16, 24))}")
         yield f"{name}/{cls}.remat={rng.choice(_REMATS)!r}"
     for name in (*modules.encoders, "llm"):
         if rng.random() < 0.15:
@@ -119,8 +122,8 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
             yield f"{name}/Whisper.norm_eps={rng.choice((1e-6, 1e-5))}"
             yield f"{name}/Whisper.k_bias={rng.random() < 0.7}"
             yield f"{name}/Whisper.edges={rng.choice(('silent', 'reflected'))!r}"
-        if kind == "dit":
-            yield f"{name}/DiT.steps=2"
+        if kind in _PAINTERS:
+            yield from _painter(rng, name, kind)
         if kind == "llama":
             yield from (f"{name}/Decoder.kv_heads={rng.choice((1, 2))}", f"{name}/Decoder.vocab=11")
             yield f"{name}/Decoder.tied={rng.random() < 0.3}"
@@ -133,6 +136,23 @@ def model_bindings(rng: random.Random, modules: Modules) -> Iterator[str]:
         elif kind == "vit" and not uses_mrope and rng.random() < 0.3:
             yield f"{name}/Projector.newline=True"
             yield f"{name}/Projector.most_tiles={rng.choice((0, 2))}"
+
+
+def _painter(rng: random.Random, name: str, kind: str) -> Iterator[str]:
+    """Draws the noise process of a generator of pictures, and settings of its family."""
+    scope = f"{name}/{_PAINTERS[kind]}"
+    yield from (f"{scope}.steps=2", f"{scope}.drop_condition={rng.choice((0.0, 0.0, 0.3))}")
+    if rng.random() < 0.5:
+        yield from (f"{scope}.process='ddpm'", f"{scope}.prediction={rng.choice(('noise', 'v', 'sample'))!r}")
+        yield from (f"{scope}.sampler={rng.choice(('ddim', 'dpm++'))!r}", f"{scope}.min_snr={rng.choice((0.0, 5.0))}")
+    elif rng.random() < 0.5:
+        yield from (f"{scope}.times='logit_normal'", f"{scope}.shift={rng.choice((1.0, 3.0))}")
+    if kind == "mmdit":
+        yield f"{scope}.queries={rng.choice((2, 4))}"
+    if kind == "unet":
+        yield from (f"{scope}.queries={rng.choice((2, 3))}", f"{scope}.channels=1", f"{scope}.widths=(8, 16)")
+        yield from (f"{scope}.heads_by_level={rng.choice(((2, 0), (1, 2)))!r}", f"{scope}.mid_heads=2")
+        yield from (f"{scope}.groups=4", f"{scope}.norm_eps=0.01", f"{scope}.canvases=((8, 8), (8, 16))")
 
 
 def from_folder(bindings: Iterable[str], folder: Path) -> Iterator[str]:

@@ -102,6 +102,21 @@ def write_parquet(path: Path, dialogues: Sequence[Dialogue], per_group: int = 10
     return path
 
 
+def write_pictures(folder: Path, dialogues: Sequence[Dialogue]) -> Path:
+    """Writes the first image of each dialogue into `folder`, with its first answer as the caption beside it.
+
+    Returns `folder`, a source of kind "pictures". A dialogue without images is left out.
+
+    dialogues: such as [Dialogue(turns=(("<image> what is it?", "a cat"),), images=(("png", png_bytes),))].
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, dialogue in enumerate(dialogues):
+        for suffix, data in dialogue.images[:1]:
+            (folder / f"{number:06}.{suffix}").write_bytes(data)
+            (folder / f"{number:06}.txt").write_text(dialogue.turns[0][1], encoding="utf-8")
+    return folder
+
+
 def write_all(folder: Path, dialogues: Sequence[Dialogue], per_shard: int = 100) -> dict[str, Path]:
     """Writes every layout into `folder`; returns the value for `Source.path`, by `Source.kind`.
 
