@@ -114,7 +114,8 @@ def test_refused_in_one_line(config: Path, folder: Any) -> None:
         load(config, folder()[0], "painter/MMDiT.references=4")
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["pixels", "latents"])
 def test_pictures_are_made_of_a_picture(
     kind: str, config: Path, folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "channels that pictures do not have": (
         ("painter/DiT.channels=4",),
-        "'painter' makes 4 channels, and a picture has 1 or 3: set painter/DiT.channels",
+        "'painter' makes 4 channels, and a picture has 1 or 3: set its channels to 3",
     ),
     "a folder without pictures": (
         ("mine/Source.path='configs/*.gin'",),

@@ -233,6 +233,7 @@ def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
     references = {
         name: [[picture.shape[:-1] for picture in pictures] for pictures in of_media]
         for name, of_media in sample.references.items()
+        if name in sample.media
     }
     return SampleMeta.of(
         encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned, references=references

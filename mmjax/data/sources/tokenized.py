@@ -250,7 +250,8 @@ class RecordTokenizer:
             )
         if name not in self.drawings:
             channels = self.encoders[name].channels
-            fix = f"set {name}/DiT.channels, or name latents of the pictures in {name}/Latents.path"
+            made = "python -m mmjax.latents makes of the pictures"
+            fix = f"set its channels to 3, or name latents that {made} in {name}/Latents.path"
             raise Unusable(f"{name!r} makes {channels} channels, and a picture has 1 or 3: {fix}")
         return name
 

@@ -242,7 +242,7 @@ def test_models_without_a_generator_of_pictures(tmp_path: Path) -> None:
         source_of(tmp_path, record, specs={"vision": VISION})
     latent = {"painter": replace(PAINTER, channels=4)}
     with pytest.raises(
-        ConfigError, match=r"'painter' makes 4 channels, and a picture has 1 or 3: set painter/DiT.channels"
+        ConfigError, match=r"'painter' makes 4 channels, and a picture has 1 or 3: set its channels to 3"
     ):
         source_of(tmp_path, record, specs=latent)
     two = {"first": PAINTER, "second": replace(PAINTER, channels=1)}
