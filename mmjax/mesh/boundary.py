@@ -81,6 +81,11 @@ class Boundary:
         self._apply: Any = apply
 
     @property
+    def whole(self) -> Boundary:
+        """Itself: nothing is shared out (see ``SharedOut``)."""
+        return self
+
+    @property
     def kind(self) -> str:
         """``local`` (equal rank sets), ``async`` (senders do not wait) or ``rendezvous`` (both sides take part)."""
         return self.forward.kind
