@@ -42,7 +42,7 @@ class Together:
         return tuple(dict.fromkeys(map(len, self.spans(microbatches))))
 
     def rows(self, rows: int, cells: int, size: int) -> int:
-        """Rows of a microbatch in a cell: `rows`, and empty ones where dp does not divide those of `size` microbatches."""
+        """Rows of a microbatch in a cell: `rows`, and empty ones if dp does not divide all of `size` microbatches."""
         multiple = self.dp // math.gcd(self.dp, cells * size)
         return -(-rows // multiple) * multiple
 

@@ -110,15 +110,15 @@ def check_microbatches(train: TrainConfig, layouts: Mapping[str, Layout], flows:
         fix = "only an encoder that reads no other module runs before the LLM's phase; set it to 1"
         require(module in sources - fed, field, count, fix)
         others = {rank for name in fed for rank in layouts[name].ranks}
+        first = layouts[LLM].rank_offset
         fix = (
-            f"shares no rank with the {LLM} and so has no phase of its own; set it to 1, or {module}/Layout.rank_offset"
+            f"shares no rank with the {LLM}, so it has no phase; set it to 1, or {module}/Layout.rank_offset to {first}"
         )
-        require(not others.isdisjoint(layout.ranks), field, count, f"{fix} to {layouts[LLM].rank_offset}")
-        for flow in (flow for flow in flows if flow.source == module and layouts[flow.target].lanes > 1):
-            fix = (
-                f"microbatches are shared out to one lane, and {flow.target}/Layout.lanes={layouts[flow.target].lanes}"
-            )
-            require(False, field, count, f"{fix}; set it to 1")
+        require(not others.isdisjoint(layout.ranks), field, count, fix)
+        readers = [flow.target for flow in flows if flow.source == module]
+        for reader, lanes in ((name, layouts[name].lanes) for name in readers):
+            fix = f"shares microbatches out to all ranks of a reader, and {reader}/Layout.lanes={lanes}; set it to 1"
+            require(lanes == 1, field, count, fix)
         fix = f"must divide Train.window={train.window}; set it to 0 for all of a window"
         require(count == 0 or train.window % count == 0, field, count, fix)
         fix = "takes several microbatches, which one program runs one after another; set it to 'auto' or 'ops'"

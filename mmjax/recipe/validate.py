@@ -55,9 +55,9 @@ def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
-    several = [name for name, layout in model.layouts.items() if layout.takes_several]
-    fix = f"orders microbatches one by one, and {several and several[0]}/Layout.microbatches takes several; set it to 'none'"
-    require(not several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
+    for name, layout in model.layouts.items():
+        fix = f"orders single microbatches, and {name}/Layout.microbatches={layout.microbatches}; set it to 'none'"
+        require(not layout.takes_several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
         source.check_axes(name, model.llm.settings.grid_setting)

@@ -369,7 +369,7 @@ def _check_stage(stage: StageNode) -> None:
         raise GraphError(f"stage {stage.name!r} has {stage.lanes} lanes on {len(stage.ranks)} ranks: lanes are equal")
     if stage.microbatches < 1 or (stage.microbatches > 1 and stage.lanes > 1):
         raise GraphError(
-            f"stage {stage.name!r} has {stage.microbatches} microbatches an op and {stage.lanes} lanes: one or the other"
+            f"stage {stage.name!r} has {stage.microbatches} microbatches an op and {stage.lanes} lanes: set one to 1"
         )
     if stage.trainable and not stage.backward:
         raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")

@@ -214,7 +214,7 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
 
 
 def _backward_ops(graph: StageGraph, stage: StageNode, microbatch: int, microbatches: int) -> Iterator[Op]:
-    """The ops of a stage's backward of `microbatch` and those before it, and of the edges that then have all gradients."""
+    """The ops of a stage's backward that ends with `microbatch`, and of edges that then have all gradients."""
     first = stage.first_of(microbatch)
     if stage.stashes:
         yield Op("unstash", stage.name, first)
@@ -360,7 +360,8 @@ def _reload(graph: StageGraph, microbatches: int, stage: str, *, microbatch: int
 def _edge_dependency(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]:
     """The op before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
 
-    Where the source takes several microbatches together, the gradients of all of their B are carried. No op comes before the forward ops of a tie: the weight exists when the step begins.
+    Where the source takes several microbatches together, those of all of their B are carried. No op comes before the
+    forward ops of a tie: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
     if op.kind == "unpack" and graph.kind_of(edge, op.microbatch) != "local":
