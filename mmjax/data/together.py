@@ -57,8 +57,8 @@ class Together:
         """
         parts = cells * len(span)
         first, stop = shard * parts // self.dp, -(-(shard + 1) * parts // self.dp)
-        here = (divmod(part, len(span)) for part in range(first, stop))
-        return tuple(dict.fromkeys(cell for cell, number in here if span[number] == microbatch))
+        of_shard = (divmod(part, len(span)) for part in range(first, stop))
+        return tuple(dict.fromkeys(cell for cell, number in of_shard if span[number] == microbatch))
 
 
 class JoinedRows:
@@ -89,12 +89,12 @@ class JoinedRows:
     def _part(self, number: int, cell: int, low: int, high: int, inner: Sequence[Any]) -> np.ndarray:
         """Rows `low` to `high` of a microbatch in a cell; those behind its own are zeros."""
         first, filled = cell * self._filled, min(high, self._filled)
-        here = self._arrays[number][(slice(first + min(low, filled), first + filled), *inner)] if low < filled else None
-        if here is None:
-            trailing = np.zeros((1, *self.shape[1:]), self.dtype)[(slice(0, 1), *inner)].shape[1:]
-            return np.zeros((high - low, *trailing), self.dtype)
-        missing = high - low - here.shape[0]
-        return np.concatenate([here, np.zeros((missing, *here.shape[1:]), self.dtype)]) if missing else here
+        present = slice(first + min(low, filled), first + filled)
+        if low < high <= filled:
+            return self._arrays[number][(present, *inner)]
+        missing = np.zeros((1, *self.shape[1:]), self.dtype)[(slice(0, 1), *inner)]
+        missing = np.repeat(missing, high - max(low, filled), axis=0)
+        return np.concatenate([self._arrays[number][(present, *inner)], missing]) if low < filled else missing
 
 
 def joined(inputs: Sequence[Mapping[str, Any]], cells: int, together: Together) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class Boundary:
         self._apply: Any = apply
 
     @property
-    def whole(self) -> Boundary:
-        """Itself: nothing is shared out (see ``SharedOut``)."""
+    def of_op(self) -> Boundary:
+        """This boundary: an op has one microbatch, or both ends have all of its microbatches (see ``SharedOut``)."""
         return self
 
     @property

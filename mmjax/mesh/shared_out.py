@@ -25,43 +25,43 @@ class SharedOut:
     """A boundary whose source has the rows of several microbatches, and whose destination has those of each.
 
     Attributes:
-      whole: the boundary of the tensor of all microbatches.
+      of_op: the boundary of the op's tensor, of all its microbatches.
       forward, backward: as of ``Boundary``. What arrives forward, and what leaves backward, is a tuple of arrays, one
         for each microbatch.
     """
 
-    def __init__(self, whole: Boundary, microbatches: int, cells: int):
+    def __init__(self, of_op: Boundary, microbatches: int, cells: int):
         """Plans the cuts.
 
         Args:
-          whole: the boundary of the tensor of all microbatches, rows cell by cell, then microbatch by microbatch.
+          of_op: the boundary of the op's tensor, rows cell by cell, then microbatch by microbatch.
           microbatches: their number.
           cells: cells of a microbatch; dp of the destination divides them.
         """
-        self.whole, self.name = whole, whole.name
-        pieces = _Pieces(whole, microbatches, cells)
-        self.forward, self.backward = _Sharing(whole.forward, pieces), _Joining(whole.backward, pieces)
+        self.of_op, self.name = of_op, of_op.name
+        pieces = _Pieces(of_op, microbatches, cells)
+        self.forward, self.backward = _Sharing(of_op.forward, pieces), _Joining(of_op.backward, pieces)
 
     @property
     def kind(self) -> str:
         """As of ``Boundary``."""
-        return self.whole.kind
+        return self.of_op.kind
 
 
 class _Pieces:
     """The rows of each microbatch at the destination."""
 
-    def __init__(self, whole: Boundary, microbatches: int, cells: int):
-        target, self.microbatches = whole.forward.target_aval, microbatches
-        self.submesh, self._spec = whole.forward.target, target.sharding.spec
+    def __init__(self, of_op: Boundary, microbatches: int, cells: int):
+        target, self.microbatches = of_op.forward.target_aval, microbatches
+        self.submesh, self._spec = of_op.forward.target, target.sharding.spec
         self._cells = cells // math.gcd(cells, self.submesh.layout.dp)
-        self.whole, (rows, *trailing) = target, target.shape
+        self.op_aval, (rows, *trailing) = target, target.shape
         self.aval = jax.ShapeDtypeStruct((rows // microbatches, *trailing), target.dtype, sharding=target.sharding)
 
     def cutting(self, name: str) -> Program:
         """The program that cuts the rows of a rank into those of each microbatch."""
         specs = (self._spec,) * self.microbatches
-        return Program.of(name, Spmd(self._cut, self.submesh.mesh, self._spec, specs, check_vma=False), [self.whole])
+        return Program.of(name, Spmd(self._cut, self.submesh.mesh, self._spec, specs, check_vma=False), [self.op_aval])
 
     def joining(self, name: str) -> Program:
         """The inverse of ``cutting``."""
@@ -79,7 +79,7 @@ class _Pieces:
 
 
 class _Sharing(Transfer):
-    """Forward: the last step also cuts what has arrived."""
+    """The forward direction, whose unpack also cuts the rows into those of each microbatch."""
 
     def __init__(self, transfer: Transfer, pieces: _Pieces):
         super().__init__(transfer.routing)
@@ -91,11 +91,11 @@ class _Sharing(Transfer):
         return self._pieces.cutting(f"{self.routing.name} unpack by microbatch")
 
     def pack(self, x: jax.Array) -> Any:
-        """As of the whole tensor."""
+        """That step of the op's tensor."""
         return self.transfer.pack(x)
 
     def move(self, packed: Any) -> Any:
-        """As of the whole tensor."""
+        """That step of the op's tensor."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> Any:
@@ -103,12 +103,12 @@ class _Sharing(Transfer):
         return self._cutting(self.transfer.unpack(moved))
 
     def programs(self) -> list[Program]:
-        """Those of the whole tensor, and the one that cuts it."""
+        """The programs of the op's tensor, and the one that cuts it."""
         return [*self.transfer.programs(), self._cutting]
 
 
 class _Joining(Transfer):
-    """Backward: the first step on the sender also joins the gradients of all microbatches."""
+    """The backward direction, whose first step also joins the gradients of all microbatches."""
 
     def __init__(self, transfer: Transfer, pieces: _Pieces):
         super().__init__(transfer.routing)
@@ -125,13 +125,13 @@ class _Joining(Transfer):
         return x if self.kind == "local" else self.transfer.pack(self._joining(*x))
 
     def move(self, packed: Any) -> Any:
-        """As of the whole tensor."""
+        """That step of the op's tensor."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> jax.Array:
-        """The gradient of the whole tensor."""
+        """The gradient of the op's tensor."""
         return self.transfer.unpack(self._joining(*moved) if self.kind == "local" else moved)
 
     def programs(self) -> list[Program]:
-        """Those of the whole tensor, and the one that joins it."""
+        """The programs of the op's tensor, and the one that joins it."""
         return [self._joining, *self.transfer.programs()]

@@ -109,12 +109,12 @@ def check_microbatches(train: TrainConfig, layouts: Mapping[str, Layout], flows:
         require(train.schedule in WINDOWED, field, count, f"{fix} {WINDOWED[0]!r}")
         fix = "only an encoder that reads no other module runs before the LLM's phase; set it to 1"
         require(module in sources - fed, field, count, fix)
-        others = {rank for name in fed for rank in layouts[name].ranks}
+        behind = {rank for name in fed for rank in layouts[name].ranks}
         first = layouts[LLM].rank_offset
         fix = (
             f"shares no rank with the {LLM}, so it has no phase; set it to 1, or {module}/Layout.rank_offset to {first}"
         )
-        require(not others.isdisjoint(layout.ranks), field, count, fix)
+        require(not behind.isdisjoint(layout.ranks), field, count, fix)
         readers = [flow.target for flow in flows if flow.source == module]
         for reader, lanes in ((name, layouts[name].lanes) for name in readers):
             fix = f"shares microbatches out to all ranks of a reader, and {reader}/Layout.lanes={lanes}; set it to 1"
