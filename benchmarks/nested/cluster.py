@@ -227,7 +227,8 @@ def _activations(schedule: Schedule, devices: _Devices, rows: Sequence[Row]) -> 
         node, made, change = schedule.graph.stage(op.stage), estimates[op.microbatch], 0.0
         for name, part in parts[op.stage].items():
             memory, scale = made.stage_memory(name), made.scale(name)
-            kept, deferred = scale * memory.residuals.of(part), scale * memory.deferred.of(part) * node.split
+            kept = scale * memory.residuals.of(part)
+            deferred = scale * memory.split().deferred.of(part) if node.split else 0.0
             change += {"F": kept, "B": deferred - kept, "W": -deferred}[op.kind]
             if op.kind == "F":
                 for rank in node.ranks_of(op.microbatch):

@@ -46,7 +46,7 @@ class Together:
         multiple = self.dp // math.gcd(self.dp, cells * size)
         return -(-rows // multiple) * multiple
 
-    def cells_of(self, shard: int, cells: int, span: range, microbatch: int) -> range | tuple[int, ...]:
+    def cells_of(self, shard: int, cells: int, span: range, microbatch: int) -> tuple[int, ...]:
         """The cells of a microbatch that have rows in a shard of dp.
 
         Args:

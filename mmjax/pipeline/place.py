@@ -299,12 +299,14 @@ class PlacedModel:
         """The programs of ``StageState.prepare`` of all stages that have one, local or not."""
         return [program for stage in self.stages.values() if (program := stage.state.prepare_program)]
 
-    def trace(self, inputs: InputShapes, graph: StageGraph | None = None) -> TracedStages:
+    def trace(self, inputs: InputShapes, graph: StageGraph | None = None, *, only: str = "") -> TracedStages:
         """Traces every stage for one combination of buckets; stages of unchanged shapes are traced once.
 
         Args:
           inputs: shapes of the host inputs of one microbatch, of every module.
           graph: a schedule's graph, which has the stages whose backward is split; without it no backward is split.
+          only: the only module of interest, such as "llm": of the stages before it the forward is traced alone, and
+            no other stage at all. Without it every stage is traced.
 
         Raises:
           ValueError: inputs have lists of tokens that no stage sends; see also ``input_aval``.
@@ -317,7 +319,8 @@ class PlacedModel:
                 raise ValueError(f"{module}/{unsent[0]}: {fix}")
         graph = graph or self.graph
         functions, boundaries = {}, {}
-        for name, stage in self.stages.items():
+        needed = self._stages_up_to(only) if only else self.stages.keys()
+        for name, stage in ((name, stage) for name, stage in self.stages.items() if name in needed):
             carries: dict[str, dict[str, Any]] = {place: {} for place in self.graph.stage(name).lane_names}
             for edge in self.graph.in_edges(name):
                 for source, place in (self.graph.ends(edge, m) for m in self.graph.lane_cycle(edge)):
@@ -330,10 +333,21 @@ class PlacedModel:
                         boundary = self._shared_out(boundary, count) if count else boundary
                     boundaries[edge_name(source, place)] = boundary
                     carries[place][edge.src] = boundary.forward.target_aval
-            split = graph.stage(name).split
+            alone = bool(only) and stage.model.module != only
+            split = graph.stage(name).split and not alone
             for place, carry in carries.items():
-                functions[place] = self._stage_functions(place, inputs[stage.model.module], carry, split=split)
+                functions[place] = self._stage_functions(
+                    place, inputs[stage.model.module], carry, split=split, forward_alone=alone
+                )
         return TracedStages(functions, boundaries)
+
+    def _stages_up_to(self, module: str) -> set[str]:
+        """Names of the stages of a module, and of those whose activations reach it."""
+        needed = set[str]()
+        for name, stage in reversed(self.stages.items()):
+            if stage.model.module == module or name in needed:
+                needed |= {name, *(edge.src for edge in self.graph.in_edges(name))}
+        return needed
 
     def boundary(
         self, source: str, target: str, aval: Any, *, whole_rows: bool = False, listed: bool = False
@@ -370,13 +384,19 @@ class PlacedModel:
         return self._shares[key]
 
     def _stage_functions(
-        self, place: str, inputs: Mapping[str, Any], carry: Mapping[str, Any], *, split: bool
+        self,
+        place: str,
+        inputs: Mapping[str, Any],
+        carry: Mapping[str, Any],
+        *,
+        split: bool,
+        forward_alone: bool,
     ) -> StageFunctions:
         stage, max_runs = self.places[place], inputs.get(MAX_RUNS, ANY_RUNS)
         distances = inputs.get(DISTANCES)
         avals = {name: self.input_aval(stage, name, inputs[name]) for name in stage.model.read(inputs)}
         arrays = ((n, a.shape, a.dtype, a.sharding.spec) for n, a in (*avals.items(), *carry.items()))
-        key = (place, split, max_runs, distances, *arrays)
+        key = (place, split, forward_alone, max_runs, distances, *arrays)
         if key not in self._functions:
             gradients = {edge.src for edge in self.graph.in_edges(stage.name) if edge.gradient}
             functions_class = SplitFunctions if split else StageFunctions
@@ -391,6 +411,7 @@ class PlacedModel:
                 cells=math.lcm(self.cells, stage.submesh.layout.dp),  # only a module that reads no other has more dp
                 gradient_sources=frozenset(gradients),
                 sends=bool(self.graph.out_edges(stage.name)),
+                forward_alone=forward_alone,
             )
         return self._functions[key]
 

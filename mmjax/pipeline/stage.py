@@ -82,6 +82,7 @@ class StageFunctions:
         cells: int,
         gradient_sources: frozenset[str],
         sends: bool,
+        forward_alone: bool = False,
     ):
         """Traces the stage.
 
@@ -93,13 +94,14 @@ class StageFunctions:
           cells: cells of a microbatch.
           gradient_sources: source stages that receive a gradient.
           sends: whether another stage reads its activation.
+          forward_alone: whether only its forward is of interest; then it has no backward and no residuals.
 
         Raises:
           ResidualError: when residuals that depend only on parameters are large, see ``require_small``.
         """
         self.model, self.state, self.submesh = model, state, state.submesh
         self.gradient_sources, self.backward_reads_carry, self.sends = gradient_sources, False, sends
-        self.has_backward = bool(state.trainable or gradient_sources)
+        self.has_backward = bool(state.trainable or gradient_sources) and not forward_alone
         self.listed = sends and model.send_list in inputs
         self._cells = cells // self.submesh.layout.dp
         self._vjps: dict[tuple[str, ...], _TracedVjp] = {}

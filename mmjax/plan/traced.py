@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,8 +21,9 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.pipeline.memory import in_flight_bytes, shard_bytes, temporary_bytes
 from mmjax.pipeline.place import InputShapes, PlacedModel, Settings
 from mmjax.pipeline.stage import StageFunctions
-from mmjax.planner.work import Shares, StageMemory
+from mmjax.planner.work import Shares, SplitMemory, StageMemory
 from mmjax.recipe import Recipe
+from mmjax.schedule.graph import StageGraph
 
 ROWS = 4
 """Rows that are traced, and half as many. A single row has dimensions of one, which take no copies."""
@@ -112,27 +113,27 @@ def trace_memory(
         {name: legal[min(number, len(legal) - 1)] for name, legal in tps.items()}
         for number in range(max(map(len, tps.values())))
     ]
+    apart = {name: node.settings.needs_all_tokens for name, node in recipe.model.nodes.items()}
 
-    def trace(number: int, rows: int, *, split: bool = True) -> tuple[InputShapes, tuple[Stages, Stages]]:
-        """The inputs and the stages of a round: those of all modules, each with its tp of the round."""
-        inputs = _rows_of(packer, rows, model, rounds[number])
-        apart = {name: node.settings.needs_all_tokens for name, node in recipe.model.nodes.items()}
+    @cache
+    def placed(number: int, rows: int) -> _Placed:
+        """Stages of all modules, each with its tp of the round."""
         layouts = {name: Layout(tp=tp, sp=not apart[name]) for name, tp in rounds[number].items()}
-        return inputs, _stages(recipe, model, inputs, layouts, split=split)
+        return _Placed.of(recipe, model, _rows_of(packer, rows, model, rounds[number]), layouts)
 
-    few = cache(lambda: trace(0, ROWS // 2, split=False)[1])
-    many = cache(lambda number: trace(number, ROWS))
+    few = cache(lambda name: placed(0, ROWS // 2).traced(name))
+    many = cache(lambda number, name: placed(number, ROWS).traced(name))
 
     @cache
     def memory(name: str, tp: int) -> StageMemory:
-        before, after = (_Traced.of(stages, name) for stages in (few(), many(0)[1]))
+        before, after = few(name), many(0, name)
         fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
         # Programs may give the gradients of all their layers, where products do not add to the sums.
         gradient = min(fixed[1] / 2, gradients[name])
         number = max(number for number, round_tps in enumerate(rounds) if round_tps[name] == tp)
-        inputs, stages = many(number)
-        rows, shrunk = ROWS * inputs[name]["segments"].shape[1] / widths[name], rounds[0][name] / tp
-        return _Traced.of(stages, name).memory(rows, [size * shrunk for size in fixed], gradient / tp)
+        inputs, shrunk = placed(number, ROWS).inputs, rounds[0][name] / tp
+        rows = ROWS * inputs[name]["segments"].shape[1] / widths[name]
+        return many(number, name).memory(rows, [size * shrunk for size in fixed], gradient / tp)
 
     return memory
 
@@ -152,40 +153,66 @@ def trace_experts(
     layouts = dict.fromkeys(model.nodes, Layout()) | {name: layout}
     tps = {module: degrees.tp for module, degrees in layouts.items()}
     few, many = (_rows_of(packer, rows * layout.dp, model, tps) for rows in (ROWS // 2, ROWS))
-    before = _Traced.of(_stages(recipe, model, few, layouts, split=False), name)
-    after = _Traced.of(_stages(recipe, model, many, layouts), name)
+    before, after = (_Placed.of(recipe, model, inputs, layouts).traced(name) for inputs in (few, many))
     fixed = [max(0.0, 2 * small - large) for small, large in zip(before.needed, after.needed, strict=True)]
     rows = ROWS * many[name]["segments"].shape[1] / width
     return after.memory(rows, fixed, min(fixed[1] / 2, gradient))
 
 
-Stages = Mapping[str, StageFunctions]
+@dataclass(frozen=True)
+class _Placed:
+    """Stages of one, two and one layers of every module, and the inputs of their rows; nothing is traced yet."""
+
+    model: PlacedModel
+    inputs: InputShapes
+
+    @classmethod
+    def of(cls, recipe: Recipe, model: MultimodalModel, inputs: InputShapes, degrees: Mapping[str, Layout]) -> _Placed:
+        """The stages with these inputs. degrees: by module, a layout of one stage."""
+        layouts: dict[str, Layout] = {}
+        offset = 0
+        for name, layout in degrees.items():
+            layouts[name] = replace(layout, pp=3, layers=(1, 2, 1), rank_offset=offset)
+            offset += layouts[name].size
+        small = model
+        for name in degrees:
+            small = small.with_settings(name, layers=4).with_inject(name)
+        settings = Settings(
+            optimizers=recipe.model.optimizers,
+            total_steps=recipe.train.steps,
+            dtype=recipe.train.dtype,
+            transport="device_put",
+        )
+        return cls(PlacedModel(small, layouts, World.planned(offset), settings), inputs)
+
+    def traced(self, name: str) -> _Traced:
+        """The bytes of a module's stages, which alone are traced."""
+        plain = self._stages(name)
+        return _Traced(
+            residuals=tuple(in_flight_bytes(stage) for stage in plain),
+            host_inputs=tuple(shard_bytes(stage.forward_avals[1]) for stage in plain),
+            needed=tuple(temporary_bytes(stage) for stage in plain),
+            split=cache(partial(self._split, name)),
+        )
+
+    def _split(self, name: str) -> _TracedSplit:
+        split = self._stages(name, self.model.graph.with_split())
+        return _TracedSplit(
+            deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
+            needed=tuple(temporary_bytes(stage) for stage in split),
+        )
+
+    def _stages(self, name: str, graph: StageGraph | None = None) -> list[StageFunctions]:
+        stages = self.model.trace(self.inputs, graph, only=name).stages
+        return [stages[f"{name}.{index}"] for index in range(3)]
 
 
-def _stages(
-    recipe: Recipe, model: MultimodalModel, inputs: InputShapes, degrees: Mapping[str, Layout], *, split: bool = True
-) -> tuple[Stages, Stages]:
-    """Traces stages of one, two and one layers of every module; twice, the second time with split backwards.
+@dataclass(frozen=True)
+class _TracedSplit:
+    """Bytes of three stages with split backwards: inputs of the second half, and temporaries of the programs."""
 
-    degrees: by module, a layout of one stage. Without `split` the second result is the first once more.
-    """
-    layouts: dict[str, Layout] = {}
-    offset = 0
-    for name, layout in degrees.items():
-        layouts[name] = replace(layout, pp=3, layers=(1, 2, 1), rank_offset=offset)
-        offset += layouts[name].size
-    small = model
-    for name in degrees:
-        small = small.with_settings(name, layers=4).with_inject(name)
-    settings = Settings(
-        optimizers=recipe.model.optimizers,
-        total_steps=recipe.train.steps,
-        dtype=recipe.train.dtype,
-        transport="device_put",
-    )
-    placed = PlacedModel(small, layouts, World.planned(offset), settings)
-    plain = placed.trace(inputs).stages
-    return plain, placed.trace(inputs, placed.graph.with_split()).stages if split else plain
+    deferred: tuple[int, ...]
+    needed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -194,28 +221,15 @@ class _Traced:
 
     Attributes:
       residuals: bytes from forward to backward.
-      deferred: inputs of a split backward's second half.
       host_inputs: inputs from the host.
       needed: temporaries of the programs.
-      needed_split: the same where backwards are split.
+      split: gives the bytes with split backwards, which are traced then.
     """
 
     residuals: tuple[int, ...]
-    deferred: tuple[int, ...]
     host_inputs: tuple[int, ...]
     needed: tuple[int, ...]
-    needed_split: tuple[int, ...]
-
-    @classmethod
-    def of(cls, traced: tuple[Stages, Stages], name: str) -> _Traced:
-        plain, split = ([stages[f"{name}.{index}"] for index in range(3)] for stages in traced)
-        return cls(
-            residuals=tuple(in_flight_bytes(stage) for stage in plain),
-            deferred=tuple(shard_bytes(stage.deferred_avals) for stage in split),
-            host_inputs=tuple(shard_bytes(stage.forward_avals[1]) for stage in plain),
-            needed=tuple(temporary_bytes(stage) for stage in plain),
-            needed_split=tuple(temporary_bytes(stage) for stage in split),
-        )
+    split: Callable[[], _TracedSplit]
 
     def memory(self, rows: float, fixed: Sequence[float], gradient: float) -> StageMemory:
         """Bytes of one row.
@@ -229,12 +243,18 @@ class _Traced:
         alone = (max(0.0, size - gradient * layers) for size, layers in zip(fixed, (1, 2, 1), strict=True))
         return StageMemory(
             residuals=_shares(self.residuals, rows),
-            deferred=_shares(self.deferred, rows),
             inputs=Shares(first=(self.host_inputs[0] - self.host_inputs[1]) / rows, last=self.host_inputs[2] / rows),
             temporary=Shares(*each),
             fixed=Shares(*alone),
             fixed_layer=gradient,
-            split=max(split / plain for split, plain in zip(self.needed_split, self.needed, strict=True)),
+            split=partial(self._split_memory, rows),
+        )
+
+    def _split_memory(self, rows: float) -> SplitMemory:
+        split = self.split()
+        return SplitMemory(
+            deferred=_shares(split.deferred, rows),
+            temporaries=max(after / before for after, before in zip(split.needed, self.needed, strict=True)),
         )
 
 

@@ -6,10 +6,12 @@ It ranks layouts by their arithmetic and their tp traffic, and nothing here was 
 
 from __future__ import annotations
 
+from functools import partial
+
 from mmjax.pipeline.state_bytes import state_bytes
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.problem import ModuleCosts
-from mmjax.planner.work import ModuleWork, Shares, StageMemory
+from mmjax.planner.work import ModuleWork, Shares, SplitMemory, StageMemory
 
 PARAM_BYTES = 2
 """Bytes of a parameter in bfloat16."""
@@ -109,7 +111,11 @@ def module_work(
         carried=row,
         output_bytes=row,
         memory={
-            size: StageMemory(residuals=Shares(layer=layer / size), deferred=Shares(layer=layer / size)) for size in tp
+            size: StageMemory(
+                residuals=Shares(layer=layer / size),
+                split=partial(SplitMemory, deferred=Shares(layer=layer / size)),
+            )
+            for size in tp
         },
         after=after,
     )

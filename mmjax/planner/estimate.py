@@ -32,7 +32,8 @@ class Estimate(StepSeconds):
         memory, states, scale, residuals = self.stage_memory(name), self._states(name, part), self.scale(name), 0.0
         if node.backward:
             on_device = min(self.in_flight(node), MOST_UNSTASHED) if node.stashes else self.in_flight(node)
-            residuals = memory.residuals.of(part) * on_device + memory.deferred.of(part) * (split[1] if split else 0)
+            residuals = memory.residuals.of(part) * on_device
+            residuals += memory.split().deferred.of(part) * split[1] if split else 0.0
         inputs = scale * 2 * -(-self.candidate.microbatches // node.lanes) * memory.inputs.of(part)
         states_away, parameters_away = states.offloaded(self.candidate.offload(name))
         return DeviceBytes(
@@ -64,7 +65,7 @@ class Estimate(StepSeconds):
           part: such as `estimate.parts["llm.0"]`.
           split: whether its backward is split into B and W.
         """
-        temporaries = self._temporaries(name, part) * (self.stage_memory(name).split if split else 1.0)
+        temporaries = self._temporaries(name, part) * (self.stage_memory(name).split().temporaries if split else 1.0)
         return max(temporaries, self.gathered_bytes(name, part))
 
     def gathered_bytes(self, name: str, part: StagePart) -> float:
@@ -145,7 +146,7 @@ class Estimate(StepSeconds):
             if "W" in lanes[0]:
                 memory, part = self.stage_memory(self.graph.stage(stage).module), self.parts[stage]
                 peaks[stage] = fullest_split(
-                    lanes.values(), residuals=memory.residuals.of(part), deferred=memory.deferred.of(part)
+                    lanes.values(), residuals=memory.residuals.of(part), deferred=memory.split().deferred.of(part)
                 )
         return peaks
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
@@ -63,26 +63,37 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SplitMemory:
+    """What a stage needs on a device if its backward is split, beside its `StageMemory`.
+
+    Attributes:
+      deferred: for each row, bytes from B to W.
+      temporaries: temporaries of its programs over those of programs whose backward is not split.
+    """
+
+    deferred: Shares = Shares()
+    temporaries: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes that a stage needs on a device for its rows and its programs.
 
     Attributes:
       residuals: for each row, residuals from its forward to its backward.
-      deferred: for each row, residuals from B to W if the backward is split.
       inputs: for each row, inputs that come from the host.
       temporary: for each row, temporaries of running programs.
       fixed: temporaries for any number of rows. A program needs the most of its first end, layers and last end.
       fixed_layer: further temporaries for each layer.
-      split: share of all these temporaries that programs need if the backward is split.
+      split: gives what a split backward needs; it may be traced when it is first read, since few plans read it.
     """
 
     residuals: Shares
-    deferred: Shares = Shares()
     inputs: Shares = Shares()
     temporary: Shares = Shares()
     fixed: Shares = Shares()
     fixed_layer: float = 0.0
-    split: float = 1.0
+    split: Callable[[], SplitMemory] = field(default=SplitMemory, compare=False)
 
     def running(self, part: StagePart, rows: float) -> float:
         """Bytes of temporaries that the programs of a part need for `rows` rows, if the backward is not split."""
@@ -103,14 +114,21 @@ class StageMemory:
           more_rows: rows of buffers beyond those without ep, over those that ``memory`` has beyond them.
         """
         parts = (1 - 1 / ep) / (1 - 1 / traced_ep)
+
+        def split() -> SplitMemory:
+            plain, other = self.split(), memory.split()
+            return SplitMemory(
+                deferred=plain.deferred.towards(other.deferred, more_rows),
+                temporaries=other.temporaries if ep > 1 else plain.temporaries,
+            )
+
         return StageMemory(
             residuals=self.residuals.towards(memory.residuals, more_rows),
-            deferred=self.deferred.towards(memory.deferred, more_rows),
             inputs=self.inputs,
             temporary=self.temporary.towards(memory.temporary, more_rows),
             fixed=self.fixed.towards(memory.fixed, parts),
             fixed_layer=max(0.0, self.fixed_layer + parts * (memory.fixed_layer - self.fixed_layer)),
-            split=memory.split if ep > 1 else self.split,
+            split=split,
         )
 
 
@@ -286,7 +304,7 @@ class ModuleWork:
             return self.real
         return Real(positions=self.rows * self.width, flops=self.rows * (self.computed - self.recompute.of(self.whole)))
 
-    @property
+    @cached_property
     def weight_gradients(self) -> Shares:
         """FLOPs of W if a row's backward is split: two for each trained weight and position.
 
@@ -409,6 +427,14 @@ class Work:
 
     def states_by_group(self, name: str, part: StagePart, layout: Layout) -> tuple[StateBytes[float], ...]:
         """`states`, those of experts separately if ranks of ep have different ones: then they come second."""
+        return self._known_states(name, part, layout)
+
+    @cached_property
+    def _known_states(self) -> Callable[[str, StagePart, Layout], tuple[StateBytes[float], ...]]:
+        """`states_by_group`, each counted once: a search asks for the same few layouts in many candidates."""
+        return cache(self._count_states)
+
+    def _count_states(self, name: str, part: StagePart, layout: Layout) -> tuple[StateBytes[float], ...]:
         module, dense = self.modules[name], self.modules[name].dense
         if layout.ep == 1 or module.experts is None:
             return (self._states(module.parameters.of(part), module.trained.of(part), module, layout),)

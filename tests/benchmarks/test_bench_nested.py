@@ -97,7 +97,7 @@ def test_bytes_are_states_and_what_is_in_flight() -> None:
     for count in (16, 24):
         (split,) = trials(_system("nested, zb-h1"), modules, count, (4,), move=0.0)
         most.append(memory(split.timeline.schedule, split.placement, workload, rows, lanes=4))
-    deferred = made.stage_memory(VISION).deferred.of(encoder) * PATCHES / vision.width / 4
+    deferred = made.stage_memory(VISION).split().deferred.of(encoder) * PATCHES / vision.width / 4
     assert most[0].activations > deferred, "from B to W"
     last = made.stage_memory(LLM).inputs.last  # the last stage's ranks are the fullest
     more_inputs = 2 * (2 * PATCHES / vision.width * inputs[0] + 8 * last) / 4

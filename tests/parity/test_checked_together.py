@@ -51,8 +51,8 @@ MATRIX: dict[str, Changes] = {
     "tp in both": together({"dp": 4, "tp": 2}, {"pp": 2, "tp": 4}, microbatches=2),
     "cp": together({"dp": 2, "cp": 2}, {"pp": 2, "cp": 2}, microbatches=3),
     "an encoder in a pipeline": together({"pp": 2, "dp": 2}, {"pp": 2, "dp": 2}, microbatches=3),
-    "buckets": together({"dp": 4}, {"pp": 2, "tp": 2}, window=2, **{"vision/Packing.buckets": ((4, 32), (8, 64))}),
-    "packed rows of text": together({"dp": 4}, {"pp": 2, "dp": 2}, **{"llm/Packing.buckets": ((8, 128),)}),
+    "buckets": together({"dp": 4}, {"pp": 2, "tp": 2}, window=2) | {"vision/Packing.buckets": ((4, 32), (8, 64))},
+    "packed rows of text": together({"dp": 4}, {"pp": 2, "dp": 2}) | {"llm/Packing.buckets": ((8, 128),)},
     "a frozen encoder": together({"dp": 4}, {"pp": 2, "tp": 2}, **FROZEN),
     "frozen, with its projector": together(
         {"dp": 4}, {"pp": 2, "tp": 2}, window=2, **FROZEN, **{"vision_projector/Optimizer.frozen": True}
@@ -67,10 +67,10 @@ MATRIX: dict[str, Changes] = {
     ),
     "one submesh": together({"dp": 8}, {"dp": 4, "tp": 2}),
     "a single microbatch": together({"dp": 4}, {"pp": 2, "tp": 2}, microbatches=1),
-    "moved by collectives": together({"dp": 4}, {"pp": 2, "tp": 2}, **{"World.transport": "collective"}),
-    "sliced": together({"dp": 2}, {"pp": 2, "tp": 2}, **{"World.route": "sliced"}),
+    "moved by collectives": together({"dp": 4}, {"pp": 2, "tp": 2}) | {"World.transport": "collective"},
+    "sliced": together({"dp": 2}, {"pp": 2, "tp": 2}) | {"World.route": "sliced"},
     "sharded parameters": together({"dp": 4, "shard": "parameters"}, {"pp": 2, "tp": 2}),
-    "recomputed": together({"dp": 4}, {"pp": 2, "tp": 2}, **{"vision/ViT.remat": "full"}),
+    "recomputed": together({"dp": 4}, {"pp": 2, "tp": 2}) | {"vision/ViT.remat": "full"},
     "two encoders": all_together(three("2,2,1", "1,1,4@0", "1,1,4@0"), "vision", "audio"),
     "one of two encoders": all_together(three("2,2,1", "1,1,4@0", "1,1,2@4"), "vision"),
     "two encoders in ops of two sizes": all_together(three("2,2,1", "1,1,4@0", "2,1,2@0"), "vision", microbatches=3)

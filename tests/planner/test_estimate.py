@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mmjax.mesh.layout import Layout
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.estimate import Estimate
-from mmjax.planner.work import Real, Shares, StageMemory, StagePart, Work
+from mmjax.planner.work import Real, Shares, SplitMemory, StageMemory, StagePart, Work
 from mmjax.schedule.ops import STASH_COPIES
 
 VISION = module("vision", 4, 0.5)
@@ -259,7 +260,8 @@ def test_the_weights_part_of_a_split_backward_is_its_products() -> None:
 
 
 def test_what_schedules_keep_at_once() -> None:
-    memory = {1: StageMemory(residuals=Shares(layer=8.0), deferred=Shares(layer=1.0))}
+    deferred = partial(SplitMemory, deferred=Shares(layer=1.0))
+    memory = {1: StageMemory(residuals=Shares(layer=8.0), split=deferred)}
     work = model(replace(LLM, memory=memory, carried=0.0, after=()))
     activations = {
         schedule: [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.experts import expert_sums, with_experts
 from mmjax.planner.sharding import shared_states
 from mmjax.planner.state_layouts import expert_parallel
-from mmjax.planner.work import ExpertWork, ModuleWork, Shares, StageMemory, StagePart, Work
+from mmjax.planner.work import ExpertWork, ModuleWork, Shares, SplitMemory, StageMemory, StagePart, Work
 
 EXPERTS = ExpertWork(
     count=8,
@@ -163,9 +164,25 @@ def test_buffers_have_room_for_the_rows_that_may_come(layout: Layout, buffer: fl
     assert replace(EXPERTS, buffer=buffer).buffer_rows(layout) == rows
 
 
+def test_a_split_backward_is_read_where_backwards_are_split() -> None:
+    read = list[str]()
+
+    def split(name: str, layer: float, temporaries: float) -> SplitMemory:
+        read.append(name)
+        return SplitMemory(deferred=Shares(layer=layer), temporaries=temporaries)
+
+    plain = StageMemory(residuals=Shares(layer=10.0), split=partial(split, "plain", 3.0, 1.5))
+    with_two = StageMemory(residuals=Shares(layer=14.0), split=partial(split, "two", 4.0, 2.0))
+    work = replace(EXPERTS, memory={(1, way): with_two for way in EP_WAYS})
+    four = work.stage_memory(plain, Layout(dp=4, ep=4))
+    assert four.residuals.layer > 0 and not read
+    assert four.split() == SplitMemory(deferred=Shares(layer=pytest.approx(3 + 3 * 1)), temporaries=2.0)
+    assert work.stage_memory(plain, Layout(dp=4)).split().temporaries == 1.5 and set(read) == {"plain", "two"}
+
+
 def test_bytes_grow_with_rows_and_gradients_shrink_with_experts() -> None:
     plain = StageMemory(residuals=Shares(layer=10.0), fixed=Shares(layer=60.0), fixed_layer=40.0)
-    with_two = StageMemory(residuals=Shares(layer=14.0), fixed=Shares(layer=50.0), fixed_layer=30.0, split=2.0)
+    with_two = StageMemory(residuals=Shares(layer=14.0), fixed=Shares(layer=50.0), fixed_layer=30.0)
     memory = {(1, way): with_two for way in EP_WAYS}
     work = replace(EXPERTS, memory=memory)
     assert work.stage_memory(plain, Layout(dp=4)) is plain
