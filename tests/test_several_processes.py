@@ -112,6 +112,12 @@ STREAMS = {
 CHECKED = {
     "homogeneous": tiny(Layout(dp=4), Layout(dp=4, pp=2)),
     "colocated": tiny(Layout(dp=8), Layout(dp=4, tp=2)),
+    "microbatches together": tiny(
+        Layout(dp=8),
+        Layout(dp=2, tp=2, pp=2),
+        Train_schedule="three-phase",
+        vision__Layout_microbatches=0,
+    ),
     "apart": tiny(Layout(dp=4, rank_offset=4), Layout(dp=2, tp=2)),
     "uneven": tiny(Layout(dp=3, rank_offset=4), Layout(dp=2, pp=2)),
     "tied": tiny(Layout(dp=8), Layout(dp=2, tp=2, pp=2), llm__Decoder_tied=True),

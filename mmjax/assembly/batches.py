@@ -14,6 +14,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.reorder import StepOrder
 from mmjax.data.source import Source
+from mmjax.data.together import Together
 from mmjax.pipeline.place import PlacedModel
 from mmjax.recipe import Recipe
 
@@ -65,19 +66,28 @@ def own_rows(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
     """
     if placed.world.processes == 1:
         return None
-    count = math.lcm(*(layout.lanes for layout in placed.layouts.values()))
-    return ProcessRows.in_turns([_rows_of(placed, names, microbatch) for microbatch in range(min(count, microbatches))])
+    # Microbatches of an op have different rows on this process, and those of the last op others again.
+    several = any(node.microbatches > 1 for node in placed.graph.stages)
+    count = microbatches if several else math.lcm(*(layout.lanes for layout in placed.layouts.values()))
+    turns = range(min(count, microbatches))
+    return ProcessRows.in_turns([_rows_of(placed, names, microbatch, microbatches) for microbatch in turns])
 
 
-def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int) -> ProcessRows:
-    """The rows of a microbatch that this process's devices read."""
+def _rows_of(
+    placed: PlacedModel, names: Mapping[str, Collection[str]], microbatch: int, microbatches: int
+) -> ProcessRows:
+    """The rows of a microbatch, of so many in a step, that this process's devices read."""
     cells: dict[str, dict[str, set[int]]] = {}
-    for stage in (placed.places[node.lane_name(microbatch)] for node in placed.graph.stages):
+    for node in placed.graph.stages:
+        stage = placed.places[node.lane_name(microbatch)]
         if not stage.submesh.local:
             continue
         layout, cells_of_inputs = stage.submesh.layout, cells.setdefault(stage.model.module, {})
         local = [i for i, rank in enumerate(stage.submesh.ranks) if rank in placed.world.local_ranks]
-        read = {cell for i in local for cell in _cells(i // layout.replica_size % layout.dp, layout.dp, placed.cells)}
+        together = Together(microbatches=node.microbatches, dp=layout.dp)
+        span = node.together(microbatch, microbatches)
+        shards = {i // layout.replica_size % layout.dp for i in local}
+        read = {cell for shard in shards for cell in together.cells_of(shard, placed.cells, span, microbatch)}
         for name in stage.model.read(names[stage.model.module]):
             cells_of_inputs.setdefault(name, set()).update(read)
     return ProcessRows(
@@ -86,8 +96,3 @@ def _rows_of(placed: PlacedModel, names: Mapping[str, Collection[str]], microbat
             for module, inputs in cells.items()
         }
     )
-
-
-def _cells(shard: int, dp: int, cells: int) -> range:
-    """The cells of one dp shard."""
-    return range(shard * cells // dp, (shard + 1) * cells // dp)

@@ -7,10 +7,11 @@ has those of all rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from mmjax import jax_compat
@@ -22,6 +23,7 @@ from mmjax.data.packing import Packer
 from mmjax.data.possible_runs import possible_runs
 from mmjax.data.process_rows import PartialArray
 from mmjax.data.split import restored
+from mmjax.data.together import MICROBATCHES, Together, joined
 from mmjax.data.types import Microbatch
 from mmjax.pipeline.place import InputShapes, PlacedModel, Stage
 from mmjax.pipeline.walker import Signature
@@ -43,6 +45,8 @@ class CompiledRuns:
         that names the kernels.
       transfers: modules that exchange needed blocks, with their ranks of cp; their programs are compiled for each of
         ``attention.reach.reaches``.
+      together: the microbatches of the ops of encoders that take several, by name.
+      microbatches: microbatches of a step.
     """
 
     modules: Mapping[str, Buckets]
@@ -51,15 +55,24 @@ class CompiledRuns:
     shared: bool
     neighbours: Mapping[str, str] = field(default_factory=dict)
     transfers: Mapping[str, int] = field(default_factory=dict)
+    together: Mapping[str, Together] = field(default_factory=dict)
+    microbatches: int = 1
+
+    @property
+    def one_by_one(self) -> CompiledRuns:
+        """The same for forward passes outside of a step, in which every op takes one microbatch."""
+        together = {name: replace(several, microbatches=1) for name, several in self.together.items()}
+        return replace(self, together=together)
 
     def shapes(self, shapes: Mapping[Signature, InputShapes]) -> dict[Signature, InputShapes]:
         """The shapes of each combination of buckets, for each combination of ``max_runs`` and reaches, by signature.
 
-        A signature has a pair such as ("llm.max_runs", 4) for each module with several values, and one such as
-        ("llm.reach", 2) for each of ``transfers``; where there is none, it is that of the buckets.
+        A signature has a pair such as ("llm.max_runs", 4) for each module with several values, one such as
+        ("llm.reach", 2) for each of ``transfers``, and one such as ("vision.microbatches", 4) for each of ``together``
+        whose ops differ; where there is none, it is that of the buckets. Shapes of ``together`` are those of an op.
         """
         result: dict[Signature, InputShapes] = {}
-        for signature, inputs in shapes.items():
+        for signature, inputs in self._of_ops(shapes):
             numbers = {module: self._numbers(module, dict(signature)) for module in self.modules}
             for chosen in itertools.product(*numbers.values(), *map(reaches, self.transfers.values())):
                 runs = dict(zip(numbers, chosen, strict=False))
@@ -68,6 +81,28 @@ class CompiledRuns:
                     module: {**arrays, **self._static(module, arrays, runs, reach)} for module, arrays in inputs.items()
                 }
         return result
+
+    def _of_ops(self, shapes: Mapping[Signature, InputShapes]) -> Iterator[tuple[Signature, InputShapes]]:
+        """The shapes of ops of several microbatches in place of a microbatch's, for each number of these."""
+        choices = [several.sizes(self.microbatches) for several in self.together.values()]
+        for signature, inputs in shapes.items():
+            for sizes in itertools.product(*choices):
+                of_ops = dict(inputs)
+                for (name, several), size in zip(self.together.items(), sizes, strict=True):
+                    arrays = {key: self._op_shape(array, several, size) for key, array in inputs[name].items()}
+                    # An op that is always of one microbatch is none that is shared out.
+                    of_ops[name] = arrays | ({MICROBATCHES: size} if several.microbatches > 1 else {})
+                yield self._sized(signature, dict(zip(self.together, sizes, strict=True))), of_ops
+
+    def _op_shape(self, array: jax.ShapeDtypeStruct, several: Together, size: int) -> jax.ShapeDtypeStruct:
+        rows = several.rows(array.shape[0] // self.cells, self.cells, size)
+        return jax.ShapeDtypeStruct((self.cells * size * rows, *array.shape[1:]), array.dtype)
+
+    def _sized(self, signature: Signature, sizes: Mapping[str, int]) -> Signature:
+        """The signature with the numbers of microbatches of ops, by encoder, where a step has several."""
+        several = {name: of.sizes(self.microbatches) for name, of in self.together.items()}
+        named = [(f"{name}.{MICROBATCHES}", size) for name, size in sizes.items() if len(several[name]) > 1]
+        return tuple(sorted((*signature, *named)))
 
     def _static(
         self, module: str, arrays: Mapping[str, Any], runs: Mapping[str, int], reach: Mapping[str, int]
@@ -82,6 +117,8 @@ class CompiledRuns:
     def signed(self, microbatches: Sequence[Microbatch]) -> list[tuple[Signature, InputShapes]]:
         """The signature and the inputs of each microbatch of a step: pairs for ``Executor.step``.
 
+        The first microbatch of an op that takes several has the inputs of all of them, the others have none.
+
         Raises:
           ValueError: rows have more runs than any program is compiled for, or a medium's tokens are not neighbours and
             have to be.
@@ -94,10 +131,34 @@ class CompiledRuns:
             together = {module: widest_of([numbers[module] for numbers in runs]) for module in self.modules}
             farthest = {module: max(of_part[module] for of_part in reach) for module in self.transfers}
             runs, reach = [together] * len(runs), [farthest] * len(reach)
-        return [
-            (self._signature(part.bucket, self._narrowest(part.bucket, numbers), of_part), part.inputs)
+        for name, several in self.together.items():
+            for span in several.spans(len(microbatches)):
+                if name in self.modules:
+                    most = widest_of([runs[m][name] for m in span])
+                    runs[span.start : span.stop] = [{**runs[m], name: most} for m in span]
+                if name in self.transfers:
+                    farthest_of_op = max(reach[m][name] for m in span)
+                    reach[span.start : span.stop] = [{**reach[m], name: farthest_of_op} for m in span]
+        signatures = [
+            self._signature(part.bucket, self._narrowest(part.bucket, numbers), of_part)
             for part, numbers, of_part in zip(microbatches, runs, reach, strict=True)
         ]
+        return self._joined(signatures, [part.inputs for part in microbatches])
+
+    def _joined(
+        self, signatures: Sequence[Signature], inputs: Sequence[InputShapes]
+    ) -> list[tuple[Signature, InputShapes]]:
+        """Microbatches with inputs of ops, of encoders that take several together."""
+        result, sizes = [dict(of_microbatch) for of_microbatch in inputs], [dict[str, int]() for _ in inputs]
+        for name, several in self.together.items():
+            for span in several.spans(len(inputs)):
+                result[span[0]][name] = joined([inputs[m][name] for m in span], self.cells, several)
+                for m in span:
+                    sizes[m][name] = len(span)
+                for m in span[1:]:
+                    del result[m][name]
+        signed = zip(signatures, sizes, result, strict=True)
+        return [(self._sized(signature, of_ops), arrays) for signature, of_ops, arrays in signed]
 
     def _reach(self, microbatch: Microbatch) -> dict[str, int]:
         """The least reach of each module's rows."""
@@ -180,6 +241,8 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
         layout = stage.submesh.layout
         if layout.cp > 1 and layout.cp_way == "need":
             transfers[module] = layout.cp
+        if module in packer.together and packer.together[module].dp > packer.cells:
+            continue  # a rank may have any part of a cell's rows, so no number of runs holds for it
         numbers = {}
         for index, bucket in enumerate(packer.buckets_of(module) or ((per_cell, packer.sequence_length),)):
             possible = possible_runs(packer, module, bucket, samples=per_cell, causal=causal[module])
@@ -193,6 +256,8 @@ def compiled_runs(placed: PlacedModel, packer: Packer, samples: int) -> Compiled
         shared=packer.one_bucket,
         neighbours=neighbours,
         transfers=transfers,
+        together=packer.together,
+        microbatches=packer.microbatches,
     )
 
 

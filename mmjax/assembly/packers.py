@@ -18,12 +18,14 @@ from mmjax.data.packing import Packer
 from mmjax.data.process_rows import ProcessRows
 from mmjax.data.send_lists import list_shapes
 from mmjax.data.source import Source
+from mmjax.data.together import Together
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
 from mmjax.pipeline.place import InputShapes
 from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
+from mmjax.recipe.schedules import op_microbatches
 
 
 def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_bucket: bool = False) -> Packer:
@@ -57,7 +59,17 @@ def packer_for(recipe: Recipe, tokenizer: Tokenizer, source: Source, *, one_buck
     # The lowering of all stages into one program has no lists of sends: whole shards go from lane to lane.
     packer = packer.split_over(splits_of(recipe), lists=recipe.train.lowering != "single")
     _check_reorder(recipe, packer)
-    return packer
+    return replace(packer, together=together_of(recipe))
+
+
+def together_of(recipe: Recipe) -> dict[str, Together]:
+    """The microbatches of the ops of encoders that take several together, by name: {"vision": Together(…)}.
+
+    ``recipe``: the run's configuration, as ``load_config(["run.gin"])`` gives it.
+    """
+    layouts = recipe.model.layouts
+    counts = op_microbatches(recipe.train, layouts)
+    return {name: Together(microbatches=count, dp=layouts[name].dp) for name, count in counts.items()}
 
 
 def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:

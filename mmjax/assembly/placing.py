@@ -17,6 +17,7 @@ from mmjax.mesh.world import World
 from mmjax.pipeline.place import PlacedModel, Settings
 from mmjax.recipe import Recipe
 from mmjax.recipe.device_defaults import GPU, TargetDevice
+from mmjax.recipe.schedules import op_microbatches
 
 
 def require_fitting(recipe: Recipe, packer: Packer, tokenizer: Tokenizer) -> None:
@@ -67,6 +68,7 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
         transport=recipe.world.transport,
         route=recipe.world.route,
         offloads=recipe.model.offloads,
+        microbatches=op_microbatches(recipe.train, recipe.model.layouts),
     )
     placed = PlacedModel(model, recipe.model.layouts, world, settings)
     samples = recipe.train.global_batch // recipe.train.microbatches

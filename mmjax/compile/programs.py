@@ -21,6 +21,7 @@ from mmjax.compile.roofline import Work, work_of
 from mmjax.compile.targets import TARGETS, Target
 from mmjax.data.source import Source
 from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.shared_out import SharedOut
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
@@ -253,7 +254,7 @@ class Programs:
         return flops["B"] + flops["W"] if use.kind == "B" and not split else flops[use.kind]
 
 
-def _transfer_uses(both: Boundary | Tie, edge: str, signature: Signature | None) -> Iterator[Use]:
+def _transfer_uses(both: Boundary | SharedOut | Tie, edge: str, signature: Signature | None) -> Iterator[Use]:
     for backward, transfer in ((False, both.forward), (True, both.backward)):
         for program in transfer.programs():
             kind = next(word for word in program.name.split() if word in ("pack", "move", "unpack"))

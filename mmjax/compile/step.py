@@ -142,7 +142,7 @@ class Step:
         nodes = {place: node.name for node in graph.stages for place in node.lane_names}
         for (name, signature), boundary in executor.boundaries.items():
             edge = "->".join(nodes[place] for place in name.split("->"))
-            for backward, transfer in ((False, boundary.forward), (True, boundary.backward)):
+            for backward, transfer in ((False, boundary.of_op.forward), (True, boundary.of_op.backward)):
                 if isinstance(transfer, MovedTransfer) and not transfer.mover.programs():
                     key = ("move", edge, backward), signature
                     result[key] = max(result[key], _copy_seconds(transfer, rates))

@@ -28,6 +28,7 @@ from mmjax.data.process_rows import ProcessRows
 from mmjax.data.sample import meta_of
 from mmjax.data.send_lists import send_list, with_lists, with_one_reader
 from mmjax.data.split import UNSPLIT, Pointers, Split, places_of, put_in_order, restored
+from mmjax.data.together import Together
 from mmjax.data.types import EncoderSpec, Microbatch, Sample, SampleMeta, StepBatch, WorstCase
 
 
@@ -39,7 +40,7 @@ class Packer:
       encoders: specs by name, their buckets set (see `fill_buckets`).
       sequence_length: tokens of an LLM row.
       microbatches: microbatches of a step.
-      cells: cells of a microbatch, the least common multiple of all modules' dp.
+      cells: cells of a microbatch, the least common multiple of the dp of modules that take microbatches one by one.
       pad: the token that fills up LLM rows.
       one_bucket: whether all microbatches of a step share the cheapest bucket that holds each of them.
       text: the (rows per cell, tokens per row) shapes into which samples are packed, as `text_buckets` gives them; ()
@@ -51,6 +52,7 @@ class Packer:
         of each token.
       lists: whether modules receive other modules' tokens by send lists, where these are shorter than all tokens (see
         `send_lists`).
+      together: encoders whose ops take several microbatches together, by name; these share a bucket.
       worst: bounds on every sample, those of encoders that read other encoders included; None if they are unknown.
     """
 
@@ -66,6 +68,7 @@ class Packer:
     splits: Mapping[str, Split] = field(default_factory=dict)
     mask: str = "causal"
     lists: bool = False
+    together: Mapping[str, Together] = field(default_factory=dict)
     worst: WorstCase | None = None
 
     def __post_init__(self) -> None:
@@ -115,7 +118,7 @@ class Packer:
         counts["llm_tokens_padded"] = sum(part.llm.rows_per_cell * part.cells * part.llm.width for part in parts)
         for name, spec in self.encoders.items():
             counts[f"{name}_patches"] = sum(patches_of(meta, name) for meta in metas)
-            shapes = [spec.buckets[part.bucket[name]] for part in parts]
+            shapes = self._op_shapes(name, parts)
             # A class token is neither a patch nor padding.
             special = spec.special * sum(len(meta.grids.get(name, ())) for meta in metas)
             positions = sum(rows * self.cells * width for rows, width in shapes)
@@ -125,13 +128,25 @@ class Packer:
         denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in per_patch.items()}
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
+    def _op_shapes(self, name: str, parts: Sequence[MicrobatchPlan]) -> list[tuple[int, int]]:
+        """(rows of a cell, positions of a row) of a module in each microbatch, empty rows of its ops included."""
+        shapes = [self.encoders[name].buckets[part.bucket[name]] for part in parts]
+        if name not in self.together:
+            return shapes
+        together = self.together[name]
+        return [
+            (together.rows(shapes[m][0], self.cells, len(span)), shapes[m][1])
+            for span in together.spans(len(parts))
+            for m in span
+        ]
+
     def buckets(self, metas: Sequence[SampleMeta]) -> list[dict[str, int]]:
         """For each microbatch of a step: the index of its bucket in `buckets_of(module)`, by module.
 
         metas: metadata of all samples of the step, see `plan`.
 
-        Buckets are not nested: a costlier one may have fewer or narrower rows. So if the microbatches of a step share a
-        bucket, each bucket is tried for all of them.
+        Buckets are not nested: a costlier one may have fewer or narrower rows. So if the microbatches of a step, or of
+        an encoder's op, share a bucket, each bucket is tried for all of them.
 
         Raises ConfigError when a sample has no room.
         """
@@ -139,8 +154,16 @@ class Packer:
         cells = [self._cells(of_microbatch, per) for of_microbatch in cuts]
         if self.one_bucket:
             cells = [[cell for of_microbatch in cells for cell in of_microbatch]]
-        chosen = [{name: self._choose(name, of_step) for name in self.bucket_counts} for of_step in cells]
-        return chosen * len(cuts) if self.one_bucket else chosen
+        alone = [name for name in self.bucket_counts if self.one_bucket or name not in self.together]
+        chosen = [{name: self._choose(name, of_step) for name in alone} for of_step in cells]
+        if self.one_bucket:
+            return chosen * len(cuts)
+        for name, together in self.together.items():
+            for span in together.spans(len(cells)):
+                bucket = self._choose(name, [cell for m in span for cell in cells[m]])
+                for m in span:
+                    chosen[m][name] = bucket
+        return chosen
 
     def plan_microbatch(
         self,
@@ -342,7 +365,9 @@ class Packer:
     @property
     def listed(self) -> tuple[Pointers, ...]:
         """The pointers whose tokens go by send lists, in buckets where these are shorter than all tokens."""
-        return with_one_reader(self._pointers) if self.lists else ()
+        # The rows of an op of several microbatches go as they are: its ranks may have parts of cells.
+        pointers = with_one_reader(self._pointers) if self.lists else ()
+        return tuple(pointer for pointer in pointers if pointer.source not in self.together)
 
     def step(self, step: int, samples: Sequence[Sample]) -> StepBatch:
         """The batch of `step` in all rows, from all samples of the step with all their media; see `plan` for errors."""

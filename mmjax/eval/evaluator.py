@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.assembly.latents import Drawings
+from mmjax.assembly.packers import bucket_shapes
 from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
@@ -82,8 +83,10 @@ class Evaluator:
         """
         self.parts, self.task, packer = parts, task, parts.packer
         # Each prompt needs a row of its own with room for the answer: the widest bucket.
-        shapes = {s: i for s, i in parts.shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
-        self.rounds = Rounds(packer, parts.samples, parts.runs)
+        runs = parts.runs.one_by_one
+        shapes = runs.shapes(bucket_shapes(packer, parts.samples)) if packer.together else parts.shapes
+        shapes = {s: i for s, i in shapes.items() if not packer.text or dict(s)[LLM] == packer.widest}
+        self.rounds = Rounds(packer, parts.samples, runs)
         self.predictor = Predictor(parts.placed, shapes, packer.microbatches, room)
         self.predictor.require_no_later()
 

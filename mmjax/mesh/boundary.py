@@ -81,6 +81,11 @@ class Boundary:
         self._apply: Any = apply
 
     @property
+    def of_op(self) -> Boundary:
+        """This boundary: an op has one microbatch, or both ends have all of its microbatches (see ``SharedOut``)."""
+        return self
+
+    @property
     def kind(self) -> str:
         """``local`` (equal rank sets), ``async`` (senders do not wait) or ``rendezvous`` (both sides take part)."""
         return self.forward.kind

@@ -77,6 +77,8 @@ class Layout:
         generator that is spread over the ranks of the LLM's pipeline.
       copies: groups of dp·cp·tp ranks that all compute every microbatch; more than one requires pp and lanes 1. For an
         encoder that every pipeline stage of the LLM runs for itself.
+      microbatches: microbatches that one forward and backward of an encoder takes together, in three-phase schedules;
+        0 is all of a window. Its dp then divides their rows, not those of each microbatch.
       cp: context parallel degree: number of ranks that share the tokens of a row.
       cp_way: how these ranks exchange keys and values: ``gather`` (every rank receives all keys), ``need`` (only the
         keys that its queries may see), ``ring`` (keys travel from rank to rank) or ``all-to-all`` (a rank has all
@@ -121,6 +123,7 @@ class Layout:
     chunks: int = 1
     lanes: int = 1
     copies: int = 1
+    microbatches: int = 1
     cp: int = 1
     cp_way: str = "gather"
     cp_tokens: str = "lpt"
@@ -137,8 +140,8 @@ class Layout:
     layers: tuple[int, ...] = field(default=(), metadata={"example": (3, 5)})
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "rank_offset"):
-            value, least = getattr(self, name), 0 if name == "rank_offset" else 1
+        for name in (*DEGREES, "rank_offset", "microbatches"):
+            value, least = getattr(self, name), 1 if name in DEGREES else 0
             if value < least:
                 raise ConfigError(f"Layout.{name}={value}: must be at least {least}; set it to {least}")
         fix = "ranks that share no tokens exchange none; set it to False, or Layout.sp to True"
@@ -156,6 +159,10 @@ class Layout:
         if self.lanes > 1 and self.pp > 1:
             fix = f"microbatches take lanes in turn, each through a whole module, and Layout.pp={self.pp}; set pp to 1"
             raise ConfigError(f"Layout.lanes={self.lanes}: {fix}")
+        for name in ("lanes", "copies"):
+            if self.microbatches != 1 and (degree := getattr(self, name)) > 1:
+                fix = f"all ranks run it together, and Layout.{name}={degree}; set {name} to 1, or it to 1"
+                raise ConfigError(f"Layout.microbatches={self.microbatches}: {fix}")
         for name in ("pp", "lanes"):
             if self.copies > 1 and (degree := getattr(self, name)) > 1:
                 fix = f"a copy runs a whole module for every microbatch, and Layout.{name}={degree}; set {name} to 1"
@@ -257,6 +264,11 @@ class Layout:
     def replica_size(self) -> int:
         """Number of ranks that compute the same rows together: cp·tp, within one copy."""
         return self.cp * self.tp
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a forward takes several microbatches of a window, or may: ``microbatches`` is not 1."""
+        return self.microbatches != 1
 
     @property
     def shares_tokens(self) -> bool:
@@ -377,6 +389,7 @@ class Layout:
         if self.cp > 1:
             parts += [f"cp_way={self.cp_way}"] if self.cp_way != CP_WAYS[0] else []
             parts += [f"cp_tokens={self.cp_tokens}"] if self.cp_tokens != CP_TOKENS[0] else []
+        parts += [f"microbatches={self.microbatches}"] if self.takes_several else []
         parts += [f"ep_way={self.ep_way}"] if self.ep > 1 and self.ep_way != EP_WAYS[0] else []
         parts += [f"expert_tp={self.expert_tp}"] if self.tp > 1 and self.expert_tp else []
         parts += [f"shard={self.shard}"] if self.shard != SHARDS[0] else []
@@ -403,8 +416,11 @@ def split_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def cell_count(layouts: Iterable[Layout]) -> int:
-    """Number of cells of a microbatch: the least common multiple of the dp of all modules' layouts."""
-    return math.lcm(*(layout.dp for layout in layouts))
+    """Number of cells of a microbatch: the least common multiple of the dp of modules' layouts.
+
+    Modules that take several microbatches together do not count: their dp divides the rows of all of these.
+    """
+    return math.lcm(*(layout.dp for layout in layouts if not layout.takes_several))
 
 
 def show_range(first: int, last: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.shared_out import SharedOut
 from mmjax.mesh.spmd import Program, to_devices
 from mmjax.models.module import Loss
 from mmjax.pipeline.awaiting import Awaiting, completion_marker
@@ -164,7 +165,7 @@ class Executor:
         self.placed, self.schedule = placed, schedule
         self.states: dict[str, State] = {}
         self.stage_programs: dict[tuple[str, Signature], StagePrograms] = {}
-        self.boundaries: dict[tuple[str, Signature], Boundary] = {}
+        self.boundaries: dict[tuple[str, Signature], Boundary | SharedOut] = {}
         shared: dict[int, StagePrograms] = {}
         for signature, inputs in shapes.items():
             traced = placed.trace(inputs, schedule.graph)

@@ -92,9 +92,10 @@ def link_trials(executor: Executor | OneProgramExecutor) -> tuple[LinkTrial, ...
 def _largest_boundaries(executor: Executor | OneProgramExecutor) -> dict[str, Boundary]:
     """The boundary of each edge's largest tensor, by edge."""
     if isinstance(executor, Executor):
-        boundaries = [(edge, boundary) for (edge, _), boundary in executor.boundaries.items()]
+        boundaries = [(edge, boundary.of_op) for (edge, _), boundary in executor.boundaries.items()]
     else:
-        boundaries = [pair for traced in executor.traced for pair in traced.boundaries.items()]
+        traced = (pair for of_step in executor.traced for pair in of_step.boundaries.items())
+        boundaries = [(edge, boundary.of_op) for edge, boundary in traced]
     return dict(sorted(boundaries, key=lambda pair: _bytes(pair[1].forward.source_aval)))
 
 

@@ -279,7 +279,8 @@ class MicrobatchBytes:
       deferred: deferred values of a split backward, by stage.
       keeps_carry: stages whose backward reads the received activations.
       inputs: host inputs by stage.
-      ends: by edge or tie, bytes at the source and at the destination.
+      ends: by edge or tie, bytes at the source and at the destination; of a source whose ops take several microbatches,
+        those of an op at the source and those of a microbatch at the destination.
       gathered, published: whole parameters, and published masters, by stage, of stages whose lanes gather.
     """
 
@@ -341,7 +342,9 @@ def input_bytes(schedule: Schedule, flow: MicrobatchBytes) -> dict[str, int]:
     """
     nodes = [node for node in schedule.graph.stages if node.name in flow.inputs]
     lanes = (
-        (node, lane, range(lane, schedule.microbatches, node.lanes)) for node in nodes for lane in range(node.lanes)
+        (node, lane, range(lane, schedule.microbatches, node.lanes * node.microbatches))
+        for node in nodes
+        for lane in range(node.lanes)
     )
     return {node.lane_name(lane): 2 * len(microbatches) * flow.inputs[node.name] for node, lane, microbatches in lanes}
 
@@ -362,7 +365,7 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
         for stash in (stash_op for stash_op in schedule.awaits(op) if stash_op in leaving):
             before.update(leaving.pop(stash))
         yield from pending
-        gained, lost = map(add, changes(graph, flow, op), gathered.changes(op))
+        gained, lost = map(add, changes(graph, flow, op, schedule.microbatches), gathered.changes(op))
         if op.kind == "stash":
             leaving[op], lost = lost, Buffers()
         elif leaving and op.kind in ("F", "B", "W"):
@@ -373,11 +376,11 @@ def changes_in_order(schedule: Schedule, flow: MicrobatchBytes) -> Iterator[tupl
     yield from pending
 
 
-def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op, microbatches: int) -> tuple[Buffers, Buffers]:
     """(bytes that an op allocates, bytes that it frees when it ends), on a device, by (place, kind).
 
     A key is such as ("llm.0", "residuals"), with kinds as in ``Memory``. ``graph`` is ``Schedule.graph``, and ``flow``
-    has the bytes of a microbatch, as ``largest_microbatch`` gives it.
+    has the bytes of a microbatch, as ``largest_microbatch`` gives it; a step has so many ``microbatches``.
     """
     if op.microbatch == ONCE:
         return _tie_changes(graph, flow, op)
@@ -404,7 +407,7 @@ def changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, 
     elif op.kind == "W":
         lost[place, "residuals"] = flow.deferred[stage]
     elif op.kind in ("move", "unpack"):
-        return _transfer_changes(graph, flow, op)
+        return _transfer_changes(graph, flow, op, microbatches)
     return gained, lost
 
 
@@ -418,10 +421,12 @@ def _stash_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Bu
     return (on_host, on_device) if op.kind == "stash" else (on_device, on_host)
 
 
-def _transfer_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op) -> tuple[Buffers, Buffers]:
+def _transfer_changes(graph: StageGraph, flow: MicrobatchBytes, op: Op, microbatches: int) -> tuple[Buffers, Buffers]:
     """``changes`` of a move or an unpack; a pack allocates as many bytes as it frees."""
     edge = graph.edge(op.edge)
     at_source, at_target = flow.ends[op.edge]
+    if graph.shares_out(edge):  # at the target it is an array for each microbatch
+        at_target *= len(graph.stage(edge.src).together(op.microbatch, microbatches))
     source, target = graph.ends(edge, op.microbatch)
     sender, sender_bytes = (target, at_target) if op.backward else (source, at_source)
     receiver, receiver_bytes = (source, at_source) if op.backward else (target, at_target)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mmjax.attention.reach import DISTANCES
 from mmjax.attention.row_runs import MAX_RUNS
+from mmjax.data.together import MICROBATCHES
 from mmjax.mesh.boundary import Boundary
 from mmjax.mesh.spmd import Program
 from mmjax.models.config import LLM
@@ -116,7 +117,7 @@ class _LanguageModelPrograms:
         following: dict[str, Any] = {
             name: _shaped(array, (rows, 1, *array.shape[2:]))
             for name, array in inputs.items()
-            if name not in (MAX_RUNS, DISTANCES)
+            if name not in (MAX_RUNS, DISTANCES, MICROBATCHES)
         }
         following[ORDER] = jax.ShapeDtypeStruct((rows, 1), np.int32)
         choices = (np.int32, np.float32, np.float32, np.uint32, np.int32)

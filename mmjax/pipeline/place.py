@@ -16,10 +16,12 @@ from jax.sharding import NamedSharding
 from mmjax.attention.reach import DISTANCES
 from mmjax.attention.row_runs import ANY_RUNS, MAX_RUNS
 from mmjax.data.send_lists import SEND
+from mmjax.data.together import MICROBATCHES
 from mmjax.mesh.boundary import Boundary, boundary_kind
 from mmjax.mesh.layout import Layout, cell_count
 from mmjax.mesh.movers import mover_of
 from mmjax.mesh.routing import INSIDE_MODULE, LISTED_TOKENS, WHOLE_ROWS
+from mmjax.mesh.shared_out import SharedOut
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.submesh import Submesh
 from mmjax.mesh.world import World
@@ -51,7 +53,7 @@ InputShapes = Mapping[str, Mapping[str, Any]]
 """By module and input name: arrays or ``ShapeDtypeStruct`` of one microbatch's global rows.
 
 Shapes for which programs are traced may have values under ``row_runs.MAX_RUNS`` and ``reach.DISTANCES``, for which
-attention is compiled.
+attention is compiled, and under ``together.MICROBATCHES`` the microbatches whose rows these are.
 """
 
 
@@ -66,6 +68,7 @@ class Settings:
       clip_norm: largest global gradient norm, 0 for none.
       transport, route: see ``Boundary``.
       offloads: offload configuration by module; of modules without one nothing is offloaded.
+      microbatches: microbatches that an op takes together, by module; one of modules that are missing.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -75,6 +78,7 @@ class Settings:
     transport: str = "auto"
     route: str = "leader"
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict)
+    microbatches: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class TracedStages:
     """
 
     stages: Mapping[str, StageFunctions]
-    boundaries: Mapping[str, Boundary]
+    boundaries: Mapping[str, Boundary | SharedOut]
 
 
 class PlacedModel:
@@ -165,6 +169,7 @@ class PlacedModel:
         self.graph = self._graph()
         self._functions: dict[Any, StageFunctions] = {}
         self._boundaries: dict[Any, Boundary] = {}
+        self._shares: dict[tuple[Boundary, int], SharedOut] = {}
 
     def offload(self, stage: str) -> OffloadConfig:
         """Offload configuration of the module of a stage such as "llm.0"; without one, nothing is offloaded."""
@@ -222,6 +227,7 @@ class PlacedModel:
                 offload=self.offload(name).parameters,
                 stash=self.offload(name).activations,
                 lanes=self.layouts[stage.model.module].lanes,
+                microbatches=self.settings.microbatches.get(stage.model.module, 1),
                 gather=self._gather_kind(stage),
             )
             for name, stage in self.stages.items()
@@ -322,6 +328,9 @@ class PlacedModel:
                     boundary = self.boundary(
                         source, place, source_functions.out.activation, listed=source_functions.listed
                     )
+                    if self.graph.shares_out(edge):
+                        count = inputs[self.stages[edge.src].model.module].get(MICROBATCHES, 0)
+                        boundary = self._shared_out(boundary, count) if count else boundary
                     boundaries[edge_name(source, place)] = boundary
                     carries[place][edge.src] = boundary.forward.target_aval
             alone = bool(only) and stage.model.module != only
@@ -367,6 +376,13 @@ class PlacedModel:
             )
         return self._boundaries[key]
 
+    def _shared_out(self, boundary: Boundary, microbatches: int) -> SharedOut:
+        """A boundary with the activation of an op of several microbatches, shared out to these; created once."""
+        key = boundary, microbatches
+        if key not in self._shares:
+            self._shares[key] = SharedOut(boundary, microbatches, self.cells)
+        return self._shares[key]
+
     def _stage_functions(
         self,
         place: str,
@@ -392,7 +408,7 @@ class PlacedModel:
                 stage.state,
                 avals,
                 carry,
-                cells=self.cells,
+                cells=math.lcm(self.cells, stage.submesh.layout.dp),  # only a module that reads no other has more dp
                 gradient_sources=frozenset(gradients),
                 sends=bool(self.graph.out_edges(stage.name)),
                 forward_alone=forward_alone,

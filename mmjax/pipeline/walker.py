@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.shared_out import SharedOut
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.transfer import Transfer
 from mmjax.pipeline.awaiting import Awaiting
@@ -44,6 +45,7 @@ class OpKeys:
       source: the stage that an edge leads from, in forward; "" for other ops.
       activations: keys of the activation, for each edge that leaves the stage.
       gradients: (source stage, key) of the gradients, for each edge that enters the stage and carries them.
+      shared: the edges that enter the stage and share out the activation of several microbatches, or the op's own edge.
     """
 
     stage: tuple[str, int]
@@ -53,12 +55,14 @@ class OpKeys:
     source: str
     activations: tuple[InTransit, ...]
     gradients: tuple[tuple[str, InTransit], ...]
+    shared: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, graph: StageGraph, op: Op) -> OpKeys:
         """The keys of an op of a schedule of ``graph``."""
         edge = graph.edge(op.edge) if op.kind in EDGE_KINDS else None
         is_world = op.stage == WORLD
+        entering = () if is_world else graph.in_edges(op.stage)
         return cls(
             stage=(op.stage, op.microbatch),
             place="" if is_world else graph.stage(op.stage).lane_name(op.microbatch),
@@ -66,9 +70,8 @@ class OpKeys:
             between=edge_name(*graph.ends(edge, op.microbatch)) if edge and op.microbatch != ONCE else "",
             source=edge.src if edge else "",
             activations=() if is_world else tuple((e.name, op.microbatch, False) for e in graph.out_edges(op.stage)),
-            gradients=()
-            if is_world
-            else tuple((e.src, (e.name, op.microbatch, True)) for e in graph.in_edges(op.stage) if e.gradient),
+            gradients=tuple((e.src, (e.name, graph.first_of(e, op.microbatch), True)) for e in entering if e.gradient),
+            shared=frozenset(e.name for e in (entering if edge is None else (edge,)) if graph.shares_out(e)),
         )
 
 
@@ -90,7 +93,9 @@ class Walker:
       ends: records the ends of ops; ``None`` if they are not needed.
     """
 
-    def __init__(self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary]):
+    def __init__(
+        self, placed: PlacedModel, graph: StageGraph, boundaries: Mapping[tuple[str, Signature], Boundary | SharedOut]
+    ):
         self.placed, self.graph, self.boundaries = placed, graph, boundaries
         self.states: Mapping[str, State] = {}
         self.params: dict[str, Any] = {}
@@ -200,7 +205,8 @@ class Walker:
         for name in stages:
             stage, places = self.graph.stage(name), self.placed.local_places(name)
             for index, (_, inputs) in enumerate(microbatches):
-                if place := places.get(stage.lane_name(index)):
+                place = places.get(stage.lane_name(index))
+                if place and index == stage.first_of(index):  # the inputs of an op are with its first microbatch
                     module_inputs = inputs[stage.module]
                     read = names[name] if names and name in names else place.model.read(module_inputs)
                     shardings = {key: self._input_sharding(place, key, whole_rows=name in whole_rows) for key in read}
@@ -220,8 +226,12 @@ class Walker:
 
     def send_back(self, op: Op, grads: Mapping[str, jax.Array]) -> None:
         """Puts the gradients of a B, by source stage, in transit on the edges that enter its stage and carry them."""
-        for source, key in self.keys(op).gradients:
-            self.in_transit[key] = grads[source]
+        keys = self.keys(op)
+        for source, key in keys.gradients:
+            if key[0] in keys.shared:  # the gradients of all of its microbatches go together
+                self.in_transit[key] = (*self.in_transit.get(key, ()), grads[source])
+            else:
+                self.in_transit[key] = grads[source]
 
     def pack(self, op: Op) -> None:
         """Cuts the array that is in transit on the op's edge into pieces, on the sender."""
@@ -247,6 +257,9 @@ class Walker:
         if op.microbatch == ONCE:
             received = self.returned if op.backward else self.borrowed
             received.setdefault(op.stage, {})[op.edge] = arrived
+        elif not op.backward and keys.shared:
+            for number, of_microbatch in enumerate(arrived):
+                self.carry.setdefault((op.stage, op.microbatch + number), {})[keys.source] = of_microbatch
         elif not op.backward:
             self.carry.setdefault(keys.stage, {})[keys.source] = arrived
         elif keys.stage in self.cotangents:

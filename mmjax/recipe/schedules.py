@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mmjax.configurable import require
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM
+from mmjax.models.edges import EdgeSpec
 from mmjax.recipe.ranks import show_ranks
-from mmjax.schedule.schedules import LANED, NESTING, ONE_F_ONE_B
+from mmjax.recipe.train_config import TrainConfig
+from mmjax.schedule.schedules import LANED, NESTING, ONE_F_ONE_B, WINDOWED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,51 @@ def check_schedule(schedule: str, layouts: Mapping[str, Layout], encoders: Colle
     for module, layout in layouts.items():
         if layout.copies > 1:
             _check_copies(module, layout, layouts[LLM], is_encoder=module in encoders)
+
+
+def check_microbatches(train: TrainConfig, layouts: Mapping[str, Layout], flows: Iterable[EdgeSpec]) -> None:
+    """Requires that modules whose forward takes several microbatches are encoders with phases of their own.
+
+    Args:
+      train: the run's schedule, window and microbatches.
+      layouts: the layout of each module: {"vision": Layout(), "llm": Layout(pp=2)}.
+      flows: the edges between modules.
+
+    Raises:
+      ConfigError: one is not; one line that names the setting, its value and a legal one.
+    """
+    flows = tuple(flows)
+    fed, sources = {flow.target for flow in flows}, {flow.source for flow in flows}
+    for module, layout in ((name, layout) for name, layout in layouts.items() if layout.takes_several):
+        field, count = f"{module}/Layout.microbatches", layout.microbatches
+        fix = f"Train.schedule={train.schedule!r} runs it microbatch by microbatch; set it to 1, or the schedule to"
+        require(train.schedule in WINDOWED, field, count, f"{fix} {WINDOWED[0]!r}")
+        fix = "only an encoder that reads no other module runs before the LLM's phase; set it to 1"
+        require(module in sources - fed, field, count, fix)
+        behind = {rank for name in fed for rank in layouts[name].ranks}
+        first = layouts[LLM].rank_offset
+        fix = (
+            f"shares no rank with the {LLM}, so it has no phase; set it to 1, or {module}/Layout.rank_offset to {first}"
+        )
+        require(not behind.isdisjoint(layout.ranks), field, count, fix)
+        readers = [flow.target for flow in flows if flow.source == module]
+        for reader, lanes in ((name, layouts[name].lanes) for name in readers):
+            fix = f"shares microbatches out to all ranks of a reader, and {reader}/Layout.lanes={lanes}; set it to 1"
+            require(lanes == 1, field, count, fix)
+        fix = f"must divide Train.window={train.window}; set it to 0 for all of a window"
+        require(count == 0 or train.window % count == 0, field, count, fix)
+        fix = "takes several microbatches, which one program runs one after another; set it to 'auto' or 'ops'"
+        require(train.lowering != "single", "Train.lowering", train.lowering, f"{field}={count} {fix}")
+
+
+def op_microbatches(train: TrainConfig, layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """Microbatches of an op, by module, of the modules whose forward takes several together: {"vision": 4}.
+
+    ``train`` has the window and the microbatches of a step, which are the most; ``layouts`` are by module.
+    """
+    most = min(train.window or train.microbatches, train.microbatches)
+    several = {name: layout.microbatches for name, layout in layouts.items() if layout.takes_several}
+    return {name: min(count or most, most) for name, count in several.items()}
 
 
 def _check_lanes(schedule: str, module: str, layout: Layout) -> None:

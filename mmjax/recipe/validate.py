@@ -6,13 +6,14 @@ checks against other parts of a recipe, which are called here one after another.
 
 from __future__ import annotations
 
+from mmjax.configurable import require
 from mmjax.models.config import LLM
 from mmjax.pipeline.single.lane_layout import check_one_program
 from mmjax.recipe.best import check_best
 from mmjax.recipe.graph import check_graph
 from mmjax.recipe.ranks import check_ranks
 from mmjax.recipe.recipe import Recipe
-from mmjax.recipe.schedules import check_schedule
+from mmjax.recipe.schedules import check_microbatches, check_schedule
 from mmjax.user_code import check_code
 
 
@@ -41,6 +42,7 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
             optimizer.check_warmup(name, train.steps)
     check_best(recipe)
     check_schedule(train.schedule, layouts, model.encoders)
+    check_microbatches(train, layouts, model.flows)
     check_ranks(layouts)
     for name, node in model.nodes.items():
         node.offload.check(name, node.role, node.layout, llm=model.llm.layout, schedule=train.schedule)
@@ -53,6 +55,9 @@ def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
+    for name, layout in model.layouts.items():
+        fix = f"orders single microbatches, and {name}/Layout.microbatches={layout.microbatches}; set it to 'none'"
+        require(not layout.takes_several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
         source.check_axes(name, model.llm.settings.grid_setting)

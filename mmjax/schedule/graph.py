@@ -34,6 +34,8 @@ class StageNode:
     out-edges; a stage without any gives one in any case. split: its backward is two programs, B for the gradients of
     its inputs and W for those of its weights. offload: its compute parameters leave the devices between a window's last
     F and first B. stash: the residuals of a microbatch leave the devices between its F and its B.
+    microbatches: microbatches that an op of the stage takes together; the op is named after the first of them. More
+    than one is for encoders with phases of their own, which run once for a whole window or a part of it.
     lanes: equal runs of `ranks` that take microbatches in turn, microbatch m on lane m mod lanes; several where a
     module is spread over the ranks of another module's pipeline (nested schedules). Ops that run once a step, such as
     the update, run on all ranks.
@@ -52,8 +54,18 @@ class StageNode:
     split: bool = False
     offload: bool = False
     stash: bool = False
+    microbatches: int = 1
     lanes: int = 1
     gather: GatherKind = ""
+
+    def first_of(self, microbatch: int) -> int:
+        """The first of the microbatches that an op takes together with `microbatch`: the op is named after it."""
+        return microbatch - microbatch % self.microbatches if microbatch > 0 else microbatch
+
+    def together(self, microbatch: int, microbatches: int) -> range:
+        """The microbatches of the op that has `microbatch`, in a step of `microbatches`; the last op may have fewer."""
+        first = self.first_of(microbatch)
+        return range(first, min(first + self.microbatches, microbatches))
 
     def lane(self, microbatch: int) -> int:
         """The lane that `microbatch` runs on."""
@@ -87,8 +99,11 @@ class StageNode:
         return microbatch if self.gather == "pull" else microbatch - self.lane(microbatch)
 
     def last_of_lanes(self, span: range) -> range:
-        """The last microbatch of `span` on each lane; lanes without a microbatch in `span` have none."""
-        return span[-self.lanes :]
+        """The microbatches after which the last ops of a stage in `span` are named, one for each lane.
+
+        Lanes without a microbatch in `span` have none.
+        """
+        return span[-self.lanes :] if self.microbatches == 1 else range(last := self.first_of(span[-1]), last + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +240,14 @@ class StageGraph:
         """The first microbatches, `range(n)` for n pairs of lanes that `edge` joins; later ones repeat these `ends`."""
         return range(math.lcm(self.stage(edge.src).lanes, self.stage(edge.dst).lanes))
 
+    def shares_out(self, edge: EdgeNode) -> bool:
+        """Whether one op of the source gives the activations of several microbatches of the target."""
+        return self.stage(edge.src).microbatches > self.stage(edge.dst).microbatches
+
+    def first_of(self, edge: EdgeNode, microbatch: int) -> int:
+        """The microbatch after which the ops of `edge` that carry `microbatch` are named."""
+        return self.stage(edge.src).first_of(microbatch)
+
     def hop(self, edge: EdgeNode) -> int:
         """0 if the two stages of `edge` share a rank and so cannot run at the same time, else 1."""
         return 0 if set(self.stage(edge.src).ranks) & set(self.stage(edge.dst).ranks) else 1
@@ -236,7 +259,7 @@ class StageGraph:
     def forward_only(self) -> StageGraph:
         """The same graph for evaluation, with nothing trained and no gradients."""
         nothing = {"backward": False, "trainable": False, "split": False, "offload": False, "stash": False}
-        stages = tuple(replace(stage, **nothing, gather="") for stage in self.stages)
+        stages = tuple(replace(stage, **nothing, gather="", microbatches=1) for stage in self.stages)
         edges, ties = (tuple(replace(e, gradient=False) for e in edges) for edges in (self.edges, self.ties))
         return StageGraph(stages=stages, edges=edges, ties=ties)
 
@@ -344,6 +367,10 @@ def _check_stage(stage: StageNode) -> None:
         raise GraphError(f"stage {stage.name!r} has ranks {stage.ranks}: give at least one rank, each once")
     if stage.lanes < 1 or len(stage.ranks) % stage.lanes:
         raise GraphError(f"stage {stage.name!r} has {stage.lanes} lanes on {len(stage.ranks)} ranks: lanes are equal")
+    if stage.microbatches < 1 or (stage.microbatches > 1 and stage.lanes > 1):
+        raise GraphError(
+            f"stage {stage.name!r} has {stage.microbatches} microbatches an op and {stage.lanes} lanes: set one to 1"
+        )
     if stage.trainable and not stage.backward:
         raise GraphError(f"stage {stage.name!r} is trainable without a backward: set backward=True")
     if stage.gather not in get_args(GatherKind):
@@ -362,6 +389,12 @@ def _check_edge(graph: StageGraph, edge: EdgeNode) -> None:
         raise GraphError(
             f"edge {edge.name!r} is local between ranks {src.ranks} and {dst.ranks}: use async or rendezvous"
         )
+    if dst.microbatches not in (1, src.microbatches):
+        raise GraphError(
+            f"edge {edge.name!r}: {src.microbatches} microbatches an op to {dst.microbatches}: give the source as many"
+        )
+    if src.microbatches > dst.microbatches and dst.lanes > 1:
+        raise GraphError(f"edge {edge.name!r} shares out microbatches and {dst.name!r} has lanes: set lanes=1")
     if edge.gradient and not (src.backward and dst.backward):
         forward_only = dst if src.backward else src
         raise GraphError(f"edge {edge.name!r} carries a gradient but stage {forward_only.name!r} has no backward")

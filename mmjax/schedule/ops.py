@@ -31,7 +31,9 @@ class Op:
     Raises ValueError for an unknown kind.
 
     Kinds:
-      F, B, W: forward and backward. B of a split stage computes the gradient of its inputs, W that of its weights.
+      F, B, W: forward and backward. B of a split stage computes the gradient of its inputs, W that of its weights. An
+        op that takes several microbatches (`StageNode.microbatches`) is named after the first, and so are the ops of
+        edges that leave its stage.
       pack, move, unpack: carry the activation of the edge named `edge`, such as "vision.0->llm.0", or its gradient if
         `backward`. `stage` is the sender for a pack, the receiver for move and unpack. A local edge has only an unpack,
         which is the whole colocated transform. The ops of a tie carry its weight to the stage that borrows it, and the
@@ -182,10 +184,12 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     for tie in graph.ties:
         yield from edge_ops(graph, tie, ONCE, backward=False)
     yield from (Op("prepare", stage.name) for stage in graph.topological)
-    offloaded = any(stage.offload for stage in graph.stages)
-    for span in windows(microbatches, window if offloaded else 1):
+    apart = not any(stage.offload or stage.microbatches > 1 for stage in graph.stages)
+    for span in windows(microbatches, 1 if apart else window):
         for microbatch in span:
             for stage in graph.topological:
+                if microbatch != stage.first_of(microbatch):
+                    continue
                 if gathers(stage, microbatch):
                     yield Op("gather", stage.name, microbatch)
                 yield Op("F", stage.name, microbatch)
@@ -196,17 +200,9 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
         yield from (Op(kind, node.name, span[0]) for node in graph.stages if node.offload for kind in PARAMETER_COPIES)
         for microbatch in span:
             for stage in reversed(graph.topological):
-                if stage.stashes:
-                    yield Op("unstash", stage.name, microbatch)
-                if stage.backward and gathers(stage, microbatch):
-                    yield Op("gather", stage.name, microbatch, backward=True)
-                if stage.backward:
-                    yield Op("B", stage.name, microbatch)
-                for edge in graph.in_edges(stage.name):
-                    if edge.gradient:
-                        yield from edge_ops(graph, edge, microbatch, backward=True)
-                if stage.split:
-                    yield Op("W", stage.name, microbatch)
+                *_, last = stage.together(microbatch, microbatches)
+                if microbatch == last:  # all gradients of its microbatches are back
+                    yield from _backward_ops(graph, stage, microbatch, microbatches)
     for stage in reversed(trainable):  # the owner of a tied weight after the borrower
         yield Op("reduce", stage)
         for tie in graph.in_ties(stage):
@@ -215,6 +211,23 @@ def step_ops(graph: StageGraph, microbatches: int, window: int = 0) -> Iterator[
     if trainable:
         yield Op("norm", WORLD)
     yield from (Op("update", stage) for stage in trainable)
+
+
+def _backward_ops(graph: StageGraph, stage: StageNode, microbatch: int, microbatches: int) -> Iterator[Op]:
+    """The ops of a stage's backward that ends with `microbatch`, and of edges that then have all gradients."""
+    first = stage.first_of(microbatch)
+    if stage.stashes:
+        yield Op("unstash", stage.name, first)
+    if stage.backward and gathers(stage, first):
+        yield Op("gather", stage.name, first, backward=True)
+    if stage.backward:
+        yield Op("B", stage.name, first)
+    for edge in graph.in_edges(stage.name):
+        *_, last = graph.stage(edge.src).together(microbatch, microbatches)
+        if edge.gradient and microbatch == last:
+            yield from edge_ops(graph, edge, graph.first_of(edge, microbatch), backward=True)
+    if stage.split:
+        yield Op("W", stage.name, first)
 
 
 def gathers(stage: StageNode, microbatch: int) -> bool:
@@ -285,12 +298,13 @@ def dependencies(graph: StageGraph, microbatches: int, op: Op, window: int = 0) 
       window: microbatches of a window.
     """
     if op.kind in EDGE_KINDS:
-        return _edge_dependency(graph, op)
+        return _edge_dependency(graph, microbatches, op)
     match op.kind:
         case "prepare":
             return tuple(arrival(tie, ONCE, backward=False) for tie in graph.in_ties(op.stage))
         case "F":
-            unpacks = (arrival(edge, op.microbatch, backward=False) for edge in graph.in_edges(op.stage))
+            edges = ((edge, graph.first_of(edge, op.microbatch)) for edge in graph.in_edges(op.stage))
+            unpacks = (arrival(edge, first, backward=False) for edge, first in edges)
             before = _first(microbatches, window, op.microbatch) - 1
             reloads = _reload(graph, microbatches, op.stage, microbatch=before, window=window)
             return (Op("prepare", op.stage), *reloads, *unpacks, *_gathers(graph, op))
@@ -343,10 +357,11 @@ def _reload(graph: StageGraph, microbatches: int, stage: str, *, microbatch: int
     return (Op("reload", stage, _first(microbatches, window, microbatch)),)
 
 
-def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
+def _edge_dependency(graph: StageGraph, microbatches: int, op: Op) -> tuple[Op, ...]:
     """The op before an edge's op: its move, its pack, or the F, B or reduce whose result it carries.
 
-    No op comes before the forward ops of a tie: the weight exists when the step begins.
+    Where the source takes several microbatches together, those of all of their B are carried. No op comes before the
+    forward ops of a tie: the weight exists when the step begins.
     """
     edge = graph.edge(op.edge)
     if op.kind == "unpack" and graph.kind_of(edge, op.microbatch) != "local":
@@ -355,7 +370,10 @@ def _edge_dependency(graph: StageGraph, op: Op) -> tuple[Op, ...]:
         return (Op("pack", edge.dst if op.backward else edge.src, op.microbatch, edge=op.edge, backward=op.backward),)
     if op.microbatch == ONCE:
         return (Op("reduce", edge.dst),) if op.backward else ()
-    return (Op("B", edge.dst, op.microbatch) if op.backward else Op("F", edge.src, op.microbatch),)
+    if not op.backward:
+        return (Op("F", edge.src, op.microbatch),)
+    together, target = graph.stage(edge.src).together(op.microbatch, microbatches), graph.stage(edge.dst)
+    return tuple(Op("B", edge.dst, first) for first in dict.fromkeys(map(target.first_of, together)))
 
 
 def awaits(graph: StageGraph, in_flight: Mapping[str, int], op: Op) -> tuple[Op, ...]:

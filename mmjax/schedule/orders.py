@@ -25,7 +25,7 @@ def gpipe_order(stage: StageNode, microbatches: Iterable[int]) -> list[Op]:
       stage: the stage, such as `graph.stages[0]`.
       microbatches: the microbatches' numbers, such as range(8).
     """
-    span = list(microbatches)
+    span = [m for m in microbatches if m == stage.first_of(m)]
     return [Op("F", stage.name, m) for m in span] + [op for m in span for op in backward_ops(stage, m)]
 
 

@@ -29,7 +29,8 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     """Three phases for encoders that share ranks with the rest of the model, in windows of `window` microbatches.
 
     In each window all F of the encoders come first, then the other modules' F and B, then all B of the encoders.
-    Encoders on ranks of their own run 1F1B beside the phases. If all encoders do, there are no phases.
+    Encoders on ranks of their own run 1F1B beside the phases. If all encoders do, there are no phases. An encoder whose
+    ops take several microbatches together (`StageNode.microbatches`) runs once for all of them.
 
     graph: the stages and edges, such as `spanning([vision], llm, 4).graph`.
     microbatches: microbatches of a step.
@@ -40,7 +41,8 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
     longer than the rest of the cooldown, it starts earlier. It always ends before the first encoder B.
 
-    Raises ScheduleError where a stage other than an encoder with phases offloads or stashes.
+    Raises ScheduleError where a stage other than an encoder with phases offloads, stashes or takes several microbatches
+    together, or where such microbatches are cut by a window.
     """
     phases = _Phases(graph, microbatches, window=window, phased=_sharing(graph), everywhere=False, name="three-phase")
     return phases.schedule(costs)
@@ -135,6 +137,15 @@ class _Phases:
             raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set offload=False")
         if wrong := [node.name for node in self.graph.stages if node.stash and node not in self.encoders]:
             raise ScheduleError(f"{self.name}: {wrong[0]!r} is no encoder with phases of its own: set stash=False")
+        if wrong := [node for node in self.graph.stages if node.microbatches > 1 and node not in self.encoders]:
+            raise ScheduleError(
+                f"{self.name}: {wrong[0].name!r} is no encoder with phases of its own: set microbatches=1"
+            )
+        if cut := [node for node in self.encoders if self.window % node.microbatches]:
+            raise ScheduleError(
+                f"{self.name}: a window of {self.window} cuts the {cut[0].microbatches} microbatches of an op of"
+                f" {cut[0].name!r}: set microbatches={self.window}"
+            )
         return stashing(self.graph, self.microbatches, costs, self._timeline).schedule
 
     def _timeline(self, costs: Costs, stash_waits: Mapping[Op, tuple[Op, ...]]) -> Timeline:
@@ -224,7 +235,8 @@ class _Phases:
     def _edges(self, encoder: StageNode, span: range, *, backward: bool) -> Iterator[Op]:
         for edge in self.graph.out_edges(encoder.name):
             if edge.gradient or not backward:
-                for op in (op for m in span for op in edge_ops(self.graph, edge, m, backward=backward)):
+                firsts = [m for m in span if m == encoder.first_of(m)]
+                for op in (op for m in firsts for op in edge_ops(self.graph, edge, m, backward=backward)):
                     if set(encoder.ranks_of(op.microbatch)) <= set(occupied_ranks(self.graph, op)):
                         yield op
 

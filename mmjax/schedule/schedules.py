@@ -276,6 +276,8 @@ def make_schedule(
         raise ScheduleError(f"{name} leaves no time to stash {unsupported[0]!r}: use {' or '.join(STASHING)}")
     if not traits.lanes and (unsupported := [stage.name for stage in graph.stages if stage.lanes > 1]):
         raise ScheduleError(f"{name} has no place for the lanes of {unsupported[0]!r}: use {' or '.join(LANED)}")
+    if not traits.windows and (unsupported := [stage.name for stage in graph.stages if stage.microbatches > 1]):
+        raise ScheduleError(f"{name} runs {unsupported[0]!r} microbatch by microbatch: use {' or '.join(WINDOWED)}")
     if inner != ONE_F_ONE_B and not traits.nests:
         raise ScheduleError(f"{name} has no inner schedule {inner!r}: use {ONE_F_ONE_B!r}, or nested")
     if inner not in INNER:

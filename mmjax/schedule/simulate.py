@@ -142,14 +142,15 @@ class Timeline:
 
     def _peak(self, stage: str) -> int:
         graph, spans, changes = self.schedule.graph, self.spans, []
-        backward = graph.stage(stage).backward
+        node = graph.stage(stage)
         consumers = [edge.dst for edge in graph.out_edges(stage)] or [stage]
         for microbatch in range(self.schedule.microbatches):
-            start, done = spans[Op("F", stage, microbatch)]
-            if backward:
-                done = spans[Op("W" if graph.stage(stage).split else "B", stage, microbatch)][1]
+            start, done = spans[Op("F", stage, node.first_of(microbatch))]
+            if node.backward:
+                done = spans[Op("W" if node.split else "B", stage, node.first_of(microbatch))][1]
             else:
-                done = max(done, *(spans[Op("F", consumer, microbatch)][1] for consumer in consumers))
+                ends = (Op("F", name, graph.stage(name).first_of(microbatch)) for name in consumers)
+                done = max(done, *(spans[op][1] for op in ends))
             changes += [(start, 1), (done, -1)] if done > start else []
         live = peak = 0
         for _, change in sorted(changes):  # at one time, ends come before starts

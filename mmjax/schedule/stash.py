@@ -42,8 +42,9 @@ def stashing(graph: StageGraph, microbatches: int, costs: Costs, make: Callable[
 
 def _waits_to_host(node: StageNode, microbatches: int) -> Iterator[tuple[Op, Op]]:
     """Pairs of an F and the copy to the host that it waits for."""
-    for m in range(MOST_UNSTASHED * node.lanes, microbatches):
-        yield Op("F", node.name, m), Op("stash", node.name, m - MOST_UNSTASHED * node.lanes)
+    earlier = MOST_UNSTASHED * node.lanes * node.microbatches
+    for m in range(earlier, microbatches, node.microbatches):
+        yield Op("F", node.name, m), Op("stash", node.name, m - earlier)
 
 
 def _waits_back(timeline: Timeline, node: StageNode, costs: Costs) -> Iterator[tuple[Op, tuple[Op, ...]]]:

@@ -111,7 +111,7 @@ def _check_microbatches(schedule: Schedule) -> None:
         if op.kind in ("F", "B", "W"):
             node = schedule.graph.stage(op.stage)
             lane = node.lane(op.microbatch)
-            due = lane + ran[op.kind, op.stage, lane] * node.lanes
+            due = lane + ran[op.kind, op.stage, lane] * node.lanes * node.microbatches
             if op.microbatch != due:
                 raise ScheduleError(f"{op} comes where microbatch {due} is due: keep them in order")
             ran[op.kind, op.stage, lane] += 1
@@ -125,8 +125,10 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
     for op in schedule.ops:
         if op.kind not in ("F", "B", "W"):
             continue
+        together = graph.stage(op.stage).together(op.microbatch, schedule.microbatches)
         if op.kind == "F":
-            _start_forward(graph, live, consumers, op)
+            for microbatch in together:
+                _start_forward(graph, live, consumers, op.stage, microbatch)
             peaks[op.stage] = max(peaks[op.stage], len(live[op.stage]))
             if len(live[op.stage]) > schedule.bound(op.stage):
                 raise ScheduleError(
@@ -134,9 +136,9 @@ def _check_in_flight(schedule: Schedule) -> dict[str, int]:
                     f" {schedule.bound(op.stage)} of stage {op.stage!r}"
                 )
             if not graph.stage(op.stage).backward and not graph.out_edges(op.stage):
-                live[op.stage].discard(op.microbatch)  # a sink without backward is done when it has run
+                live[op.stage].difference_update(together)  # a sink without backward is done when it has run
         elif op.kind == ("W" if graph.stage(op.stage).split else "B"):
-            live[op.stage].discard(op.microbatch)
+            live[op.stage].difference_update(together)
     return peaks
 
 
@@ -154,15 +156,21 @@ def _check_stashes(schedule: Schedule) -> None:
                 )
 
 
-def _start_forward(graph: StageGraph, live: dict[str, set[int]], consumers: dict[tuple[str, int], int], op: Op) -> None:
-    """Count the microbatch of a forward as in flight in its stage.
+def _start_forward(
+    graph: StageGraph,
+    live: dict[str, set[int]],
+    consumers: dict[tuple[str, int], int],
+    stage: str,
+    microbatch: int,
+) -> None:
+    """Count a microbatch of a forward as in flight in its stage.
 
     It is no longer in flight in a source without backward if this was the source's last consumer.
     """
-    live[op.stage].add(op.microbatch)
-    consumers[op.stage, op.microbatch] = len(graph.out_edges(op.stage))
-    for edge in graph.in_edges(op.stage):
-        key = edge.src, op.microbatch
+    live[stage].add(microbatch)
+    consumers[stage, microbatch] = len(graph.out_edges(stage))
+    for edge in graph.in_edges(stage):
+        key = edge.src, microbatch
         consumers[key] -= 1
         if not consumers[key] and not graph.stage(edge.src).backward:
-            live[edge.src].discard(op.microbatch)
+            live[edge.src].discard(microbatch)

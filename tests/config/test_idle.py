@@ -170,6 +170,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         (),
         ("vision/Layout.dp=2", "vision/Layout.rank_offset=0", *("Train.schedule='encoders-first'",)),
     ),
+    "vision/Layout.microbatches": ("0", (), ("Train.schedule='three-phase'", "vision/Layout.rank_offset=0")),
     "llm/Layout.ep": ("2", ("llm/Layout.dp=2", "vision/Layout.rank_offset=8"), EXCHANGED),
     "llm/Layout.ep_way": ("'all-to-all'", EXPERTS, EXCHANGED),
     "llm/Layout.expert_tp": ("1", (), EXPERTS),

@@ -537,6 +537,10 @@ def test_advice_about_waste() -> None:
         "Train.global_batch=12: microbatches of 3 rows are padded to 4, a multiple of all modules' dp; 16 wastes none",
         "World.devices=10: no layout uses ranks 8-9",
     )
+    wide = ["llm/Layout.pp=2", "vision/Layout.dp=2", "Train.global_batch=4", "Train.schedule=three-phase"]
+    (line,) = advise(load_config([], wide))
+    assert line.startswith("Train.global_batch=4: microbatches of 1 rows are padded to 2")
+    assert advise(load_config([], [*wide, "vision/Layout.microbatches=0"])) == ()
     copies = ["llm/Layout.pp=2", "llm/Layout.tp=2", "vision/Layout.copies=2", "vision/Layout.dp=2"]
     assert advise(load_config([], [*copies, "Train.schedule=three-phase"])) == ()
     assert advise(load_config([], copies)) == (
@@ -578,6 +582,7 @@ vision/Layout.pp = 1
 vision/Layout.chunks = 1
 vision/Layout.lanes = 1
 vision/Layout.copies = 1
+vision/Layout.microbatches = 1
 vision/Layout.cp = 1
 vision/Layout.cp_way = 'gather'
 vision/Layout.cp_tokens = 'lpt'
@@ -598,6 +603,7 @@ llm/Layout.pp = 2
 llm/Layout.chunks = 1
 llm/Layout.lanes = 1
 llm/Layout.copies = 1
+llm/Layout.microbatches = 1
 llm/Layout.cp = 1
 llm/Layout.cp_way = 'gather'
 llm/Layout.cp_tokens = 'lpt'
