@@ -52,6 +52,7 @@ def test_means_are_those_of_a_plain_loop(run: Path) -> None:
         assert any(np.abs(saved[name] - params[name]).max() > 1e-3 for name in saved)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_its_means_under_another_layout(run: Path, tmp_path: Path) -> None:
     """From the middle, to the same means in the end; one that had none begins with the parameters."""
     for step in range(3, STEPS + 1):
