@@ -135,6 +135,7 @@ def test_wrong_prompts_for_pictures_are_refused_in_one_line(
     assert stopped.value.code == 2 and line in said
 
 
+@pytest.mark.long
 def test_a_model_without_a_generator_makes_no_pictures(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

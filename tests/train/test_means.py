@@ -53,6 +53,7 @@ def test_means_are_those_of_a_plain_loop(run: Path) -> None:
         assert any(np.abs(saved[name] - params[name]).max() > 1e-3 for name in saved)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_its_means_under_another_layout(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
