@@ -98,7 +98,7 @@ UNET = {
         f"painter__UNet_{name}": value
         for name, value in {
             **dict(width=12, queries=2, channels=1, widths=(8, 16), heads_by_level=(1, 0), mid_heads=4),
-            **dict(groups=4, canvases=((4, 4),), drop_condition=0.5),
+            **dict(groups=4, norm_eps=1e-2, canvases=((4, 4),), drop_condition=0.5),
         }.items()
     },
 }

@@ -159,6 +159,7 @@ UNET: dict[str, Any] = {
     "painter/UNet.heads_by_level": (1, 0),
     "painter/UNet.mid_heads": 2,
     "painter/UNet.groups": 4,
+    "painter/UNet.norm_eps": 1e-2,
     "painter/UNet.canvases": ((4, 4),),
     "painter/UNet.loss_weight": 0.5,
     "painter/Projector.hidden": 12,
