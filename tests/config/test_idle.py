@@ -272,8 +272,8 @@ READ = {
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight activation attention "
     "remat process prediction times drop_condition sampler steps guidance",
-    "MMDiT": "preset layers width heads mlp patch channels queries rope loss_weight activation attention remat process "
-    "prediction times drop_condition sampler steps guidance",
+    "MMDiT": "preset layers width heads mlp patch channels queries references rope loss_weight activation attention "
+    "remat process prediction times drop_condition sampler steps guidance",
     "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
     "norm_eps flip_sin_to_cos freq_shift linear_projection upcast_attention canvases loss_weight attention remat "
     "process prediction times drop_condition train_steps sampler steps guidance",
