@@ -41,7 +41,8 @@ class DataConfig:
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws,
     unless a record names another.
-    speaker: name of the generator that speaks answers in codes, if the model has one.
+    speaker: name of the generator that makes recordings, unless a record names another, or that speaks answers in
+    codes, if the model has one.
     max_pixels: larger images of a folder are scaled down.
     require_same: whether a run that goes on is refused where a dataset's records have changed; else it is warned.
     max_broken: share of a dataset's records; a run whose data have more that cannot be used is refused.

@@ -148,9 +148,12 @@ def _of_offload(recipe: Recipe, module: str) -> Reasons:
 
 def _of_source(recipe: Recipe, _: str) -> Reasons:
     media = {recipe.model[name].settings.medium for name in recipe.model.media}
-    reasons = {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
-    if set(recipe.model.generators) <= set(recipe.model.talkers):
+    reasons = (
+        {} if "recording" in media else {"max_seconds": "no encoder hears recordings, and no generator makes them"}
+    )
+    painters = [name for name in recipe.model.generators if recipe.model[name].settings.medium == "image"]
+    if not painters:
         reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "no generator of the model makes pictures")
-    elif all(recipe.model[name].latents.path for name in set(recipe.model.generators) - set(recipe.model.talkers)):
+    elif all(recipe.model[name].latents.path for name in painters):
         reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "latents have the sizes with which they were made")
     return reasons

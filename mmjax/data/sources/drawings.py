@@ -1,4 +1,4 @@
-"""The places of pictures that a generator is to make, in the answers of a record's dialogue."""
+"""The places of pictures and recordings that a generator is to make, in the answers of a record's dialogue."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from mmjax.data.sources.keys import shown
+from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import DRAWING, Filled, Find, Place, Places
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import Turn, last_answer
 
-_IN_ANSWERS = "pictures are made in the assistant's turns"
+_IN_ANSWERS = "media are made in the assistant's turns"
 
 
 class Drawings(Places):
-    """Collects the places of pictures to be made: parts of answers, or marks `<drawing>` in answers.
+    """Collects the places of media to be made: parts of answers, or marks `<drawing>` in answers.
 
-    Pictures without a part or a mark come at the end of the last answer.
+    Media without a part or a mark come at the end of the last answer.
 
     Args:
       find: makes a medium from its value.
@@ -30,9 +31,18 @@ class Drawings(Places):
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
         """See `Places.add_part`; "generator" names who makes it. Raises Unusable also for a part of a question."""
         if is_question:
-            raise Unusable(f"{_IN_ANSWERS}: move the picture there, or leave out generate")
+            raise Unusable(
+                f"{_IN_ANSWERS}: move the {'recording' if _is_sound(part) else 'picture'} there, or leave out generate"
+            )
         self._generators.append(part.get("generator"))
-        return super().add_part(part, is_question=is_question)
+        character = super().add_part(part, is_question=is_question)
+        place = self._places[-1]
+        if isinstance(place.medium, Media) and _is_sound(part):
+            self._places[-1] = replace(place, medium=replace(place.medium, is_sound=True))
+        return character
+
+    def _key(self, part: Mapping[str, Any]) -> str:
+        return "audio" if _is_sound(part) else "image"
 
     def generator(self, record: Mapping[str, Any]) -> str:
         """The generator that a record, or parts of its messages, name for its pictures; "" for none.
@@ -43,9 +53,7 @@ class Drawings(Places):
         """
         names = list(dict.fromkeys(str(name) for name in (record.get("generator"), *self._generators) if name))
         if len(names) > 1:
-            raise Unusable(
-                f"its pictures are of {' and of '.join(map(repr, names))}: write a record for each generator"
-            )
+            raise Unusable(f"its media are of {' and of '.join(map(repr, names))}: write a record for each generator")
         return names[0][:80] if names else ""
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:
@@ -65,10 +73,14 @@ class Drawings(Places):
         return []
 
 
-def makes_picture(part: Mapping[str, Any], sort: str) -> bool:
-    """Whether a part of a message is a picture to be made: `"generate": true`.
+def _is_sound(part: Mapping[str, Any]) -> bool:
+    return str(part.get("type")).removesuffix("_url") == "audio"
 
-    Raises Unusable for another medium than an image, and for other values.
+
+def is_made(part: Mapping[str, Any], sort: str) -> bool:
+    """Whether a part of a message is to be made: `"generate": true`.
+
+    Raises Unusable for another medium than an image or a recording, and for other values.
 
     Args:
       part: the part, such as {"type": "image", "image": "a.png", "generate": True}.
@@ -77,9 +89,8 @@ def makes_picture(part: Mapping[str, Any], sort: str) -> bool:
     value = part.get("generate")
     if value is not None and not isinstance(value, bool):
         raise Unusable(f"generate={shown(value)} must be true or false")
-    if value and sort != "image":
-        medium = {"audio": "a recording", "video": "a video"}.get(sort, sort)
-        raise Unusable(f"{medium} is to be made (generate), and generators of pictures are all there are")
+    if value and sort == "video":
+        raise Unusable("a video is to be made (generate), and generators of pictures and recordings are all there are")
     return bool(value)
 
 

@@ -64,7 +64,8 @@ class Measured(NamedTuple):
     images: for each image or video, (height, width) of each medium that it becomes. originals: (height, width) of each.
     clips: (frames, frames a second) of each, (0, 0) for an image.
     recordings: number of frames of each.
-    targets: for each picture to be made, the number of its generator, from 0, height and width.
+    targets: for each picture to be made, the number of its generator, from 0, height and width; frames and 0 of a
+      recording.
     """
 
     number: int
@@ -100,7 +101,7 @@ class Index:
       original_ends: int64 [N], the end of each record's rows in `originals` and `clips`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
-      targets: int32 [·, 3], for each picture to be made: the number of its generator, height, width.
+      targets: int32 [·, 3], for each medium to be made: the number of its generator, height and width, or frames and 0.
       target_ends: int64 [N], the end of each record's rows in `targets`.
       keys: uint64 [N], hashes by which records are recognised in changed data; see `known_records`.
       names: names of the records.
@@ -157,7 +158,7 @@ class Index:
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
     def targets_of(self, record: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """The number of the generator of a record's pictures to be made, and (height, width) of each.
+        """The number of the generator of a record's pictures to be made, and (height, width), or (frames, 0), of each.
 
         (0, ()) without any; `record` as in `sizes`.
         """

@@ -156,14 +156,16 @@ class PreparedRecords:
         ends = {image: index.image_ends, audio: index.recording_ends}
         for number, name in enumerate(self._records.generators):
             is_made = index.targets[:, 0] == number
-            media[name], ends[name] = index.targets[is_made, 1:], np.cumsum([0, *is_made])[index.target_ends]
+            axes = self._records.encoders[name].axes
+            media[name], ends[name] = index.targets[is_made, 1 : 1 + axes], np.cumsum([0, *is_made])[index.target_ends]
         specs = {name: spec for name, spec in self._records.encoders.items() if len(media[name])}
-        patches = {name: np.prod(media[name] // spec.patch, axis=1) for name, spec in specs.items()}
+        grids = {name: np.stack(spec.grid(*media[name].T), axis=1) for name, spec in specs.items()}
+        patches = {name: np.prod(grid, axis=1) for name, grid in grids.items()}
         return WorstCase(
             tokens=int(index.tokens.max()),
             media={name: int(np.diff(ends[name], prepend=0).max()) for name in specs},
             patches={name: int(counts.max()) for name, counts in patches.items()},
-            sides={name: int(media[name].max()) // spec.patch for name, spec in specs.items()},
+            sides={name: int(grid.max()) for name, grid in grids.items()},
             least={name: int(counts.min()) for name, counts in patches.items()},
         )
 
@@ -180,7 +182,11 @@ class PreparedRecords:
     def _targets(self, number: int) -> Targets:
         """The sizes of a record's pictures to be made."""
         generator, sizes = self.index.targets_of(number)
-        return Targets(generator=self._records.generators[generator], sizes=sizes) if sizes else Targets()
+        if not sizes:
+            return Targets()
+        name = self._records.generators[generator]
+        axes = self._records.encoders[name].axes
+        return Targets(generator=name, sizes=tuple(size[:axes] for size in sizes))
 
     def _images(self, number: int) -> list[Measure]:
         """The sizes of a record's images and videos."""

@@ -21,7 +21,6 @@ from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
 from mmjax.data.sources.recordings import Recordings
-from mmjax.data.sources.sizes import Size
 from mmjax.data.sources.skipped import reason_of
 from mmjax.data.sources.sound_tracks import with_sound_tracks
 from mmjax.data.sources.storage import Unreachable, Unusable
@@ -31,6 +30,9 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec
 
+_OF_PICTURES = ("picture", "Data.generator", {"painter": "dit"})
+_OF_SOUND = ("recording", "Data.speaker", {"talker": "sound-dit"})
+"""What a generator makes, the setting that names it, and a model with one."""
 _MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
 """Limits of texts. A text that is far too long for a row is not encoded: that takes a hundred times its memory."""
 
@@ -63,15 +65,15 @@ class TokenizedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The pictures of a record that a generator is to make.
+    """The pictures or recordings of a record that a generator is to make.
 
     Attributes:
       generator: the generator's name; "" without any.
-      sizes: height and width of each.
+      sizes: height and width of each, or frames.
     """
 
     generator: str = ""
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def first(self, count: int) -> Targets:
         """The first `count` pictures."""
@@ -116,7 +118,11 @@ class RecordTokenizer:
             self.template = config.chat(data.tokenizer)
         except ConfigError as error:
             raise ConfigError(f"{name}/{error}") from None
-        self.image, self.audio, self._generator = data.image_encoder, data.audio_encoder, data.generator
+        self.image, self.audio, self._makers = (
+            data.image_encoder,
+            data.audio_encoder,
+            {False: data.generator, True: data.speaker},
+        )
         image, audio = encoders.get(self.image), encoders.get(self.audio)
         generators = {generator: spec for generator, spec in encoders.items() if spec.drawn and not spec.codes}
         self.encoders = {
@@ -188,27 +194,30 @@ class RecordTokenizer:
         if not record.targets:
             return Targets()
         name = self._maker(record)
-        sizes: list[Size] = []
+        sizes, axes = list[tuple[int, ...]](), self.encoders[name].axes
         for number, medium in enumerate(record.targets):
             with self.naming(medium, name, number):
-                sizes += self.drawings[name].measure_file(medium, alone=True).media
+                sizes += [size[:axes] for size in self.drawings[name].measure_file(medium, alone=True).media]
         return Targets(generator=name, sizes=tuple(sizes))
 
     def _maker(self, record: Record) -> str:
-        """The generator of a record's pictures: the one that it names, `Data.generator`, or the only one."""
-        generators = self.generators
+        """The generator of a record's targets: the one that it names, that of the data's settings, or the only one."""
+        is_sound = record.targets[0].sounds
+        if any(medium.sounds != is_sound for medium in record.targets):
+            raise Unusable("it has pictures and recordings to be made: write a record for each")
+        medium, setting, default = _OF_SOUND if is_sound else _OF_PICTURES
+        generators = [name for name in self.generators if self.encoders[name].sounds == is_sound]
         if not generators:
-            fix = "set Model.generators to {'painter': 'dit'}"
-            raise Unusable(f"it has a picture to be made, and no generator of the model makes one: {fix}")
+            fix = f"set Model.generators to {default}"
+            others = f" ({', '.join(map(repr, self.generators))} of other media)" if self.generators else ""
+            raise Unusable(f"it has a {medium} to be made, and no generator of the model makes one{others}: {fix}")
         legal = " or ".join(map(repr, generators))
         if record.generator and record.generator not in generators:
-            raise Unusable(f"generator={record.generator!r} makes no pictures in the model; name {legal}")
-        is_only = len(generators) == 1 and self._generator not in generators
-        name = record.generator or (generators[0] if is_only else self._generator)
+            raise Unusable(f"generator={record.generator!r} makes no {medium}s in the model; name {legal}")
+        is_only = len(generators) == 1 and self._makers[is_sound] not in generators
+        name = record.generator or (generators[0] if is_only else self._makers[is_sound])
         if name not in generators:
-            raise Unusable(
-                f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
-            )
+            raise Unusable(f"{setting}={name!r} makes no {medium}s in the model; name {legal}, there or in the record")
         if name not in self.drawings:
             channels = self.encoders[name].channels
             fix = f"set {name}/DiT.channels, or name latents of the pictures in {name}/Latents.path"
@@ -216,8 +225,12 @@ class RecordTokenizer:
         return name
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
-        """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
-        return tuple((self.generators.index(targets.generator), *size) for size in targets.sizes)
+        """The media of `targets`, each with the number of its generator among `generators`, and its size of two numbers:
+
+        height and width, or frames and 0.
+        """
+        number = self.generators.index(targets.generator) if targets.sizes else 0
+        return tuple((number, size[0], size[1] if len(size) > 1 else 0) for size in targets.sizes)
 
     def tokenize(
         self,
