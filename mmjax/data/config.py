@@ -115,6 +115,27 @@ class LatentsConfig:
     autoencoder: str = ""
 
 
+@configurable("Vocoder")
+@dataclass(frozen=True, kw_only=True)
+class VocoderConfig:
+    """The vocoder with which recordings of a generator are heard; training does not read it.
+
+    path: the folder of a HiFi-GAN, as transformers writes a SpeechT5HifiGan; "" makes waveforms by Griffin and Lim's
+    method.
+    iterations: of that method.
+    """
+
+    path: str = ""
+    iterations: int = 60
+
+    def __post_init__(self) -> None:
+        positive("Vocoder.iterations", self.iterations, 60)
+
+    def idle(self) -> dict[str, str]:
+        """The settings without effect, given the others, each with the reason."""
+        return {"iterations": f"Vocoder.path={self.path!r} names a vocoder"} if self.path else {}
+
+
 @configurable("Packing")
 @dataclass(frozen=True, kw_only=True)
 class PackingConfig:

@@ -54,6 +54,8 @@ def _reasons(recipe: Recipe, scope: str, values: Any) -> Reasons:
         "Optimizer": _of_optimizer,
         "Offload": _of_offload,
         "Source": _of_source,
+        "Latents": _of_latents,
+        "Vocoder": _of_vocoder,
     }
     find = between.get(gin_name(type(values)))
     return {**within, **(find(recipe, scope) if find else {})}
@@ -144,6 +146,16 @@ def _of_offload(recipe: Recipe, module: str) -> Reasons:
     if module != LLM:
         reasons["activations"] = f"{module} and its projector are frozen, and keep nothing for a backward"
     return reasons
+
+
+def _of_latents(recipe: Recipe, module: str) -> Reasons:
+    sounds = recipe.model[module].settings.medium == "recording"
+    return dict.fromkeys(("path", "autoencoder"), f"{module} makes recordings") if sounds else {}
+
+
+def _of_vocoder(recipe: Recipe, module: str) -> Reasons:
+    sounds = recipe.model[module].settings.medium == "recording"
+    return {} if sounds else dict.fromkeys(("path", "iterations"), f"{module} makes no recordings")
 
 
 def _of_source(recipe: Recipe, _: str) -> Reasons:

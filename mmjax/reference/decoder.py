@@ -390,7 +390,7 @@ def draw_loss(
 
 
 def cut_medium(medium: np.ndarray, dit: DiTConfig | SoundDiTConfig | UNetConfig) -> Float[np.ndarray, "T X"]:
-    """Patches of a picture [h, w, C], see `cut_patches`; or of frames [F, M], zeros behind them, `patch` of them each."""
+    """Patches of a picture [h, w, C], see `cut_patches`; or of frames [F, M], with zeros behind them up to tokens."""
     if medium.ndim == 3:
         return cut_patches(medium, dit.patch, dit.merge)
     frames, bins = medium.shape

@@ -225,9 +225,9 @@ class RecordTokenizer:
         return name
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
-        """The media of `targets`, each with the number of its generator among `generators`, and its size of two numbers:
+        """The media of `targets`: the number of the generator among `generators`, and two numbers of the size.
 
-        height and width, or frames and 0.
+        They are height and width, or frames and 0.
         """
         number = self.generators.index(targets.generator) if targets.sizes else 0
         return tuple((number, size[0], size[1] if len(size) > 1 else 0) for size in targets.sizes)
