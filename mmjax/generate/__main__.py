@@ -188,7 +188,8 @@ def _require_pictures(flags: Flags, dialogues: Sequence[Dialogue], named: str) -
     defaults = {flag.name: flag.default for flag in FLAGS}
     names = ("out", "samples", "steps", "guidance", "sampler")
     for name in (name for name in names if flags.values[name] != defaults[name]):
-        fix = "no message ends with a picture to be made; leave it out, or add --generate_size=64x64 or --generate_seconds=1.5"
+        legal = "--generate_size=64x64 or --generate_seconds=1.5"
+        fix = f"no message ends with a picture to be made; leave it out, or add {legal}"
         raise ConfigError(f"--{name}={flags.values[name]!r}: {fix}")
     return False
 

@@ -1,4 +1,4 @@
-"""Makes the goldens of vocoders: a random SpeechT5HifiGan in ``vocoder/``, its waveforms, and SpeechT5's log-mel frames."""
+"""Makes the goldens of vocoders: a random SpeechT5HifiGan in ``vocoder/``, what it makes, and SpeechT5's frames."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
