@@ -1,4 +1,4 @@
-"""Vocoders in a run: the waveforms of what generators of recordings make, and files of them."""
+"""Vocoders in a run: waveforms and WAV files of the frames that generators make."""
 
 from __future__ import annotations
 

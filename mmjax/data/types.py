@@ -176,7 +176,7 @@ class EncoderSpec:
 
     @property
     def sounds(self) -> bool:
-        """Whether this is a generator of recordings, of which frames in the last patch may be padding."""
+        """Whether this is a generator of recordings."""
         return self.drawn and self.axes == 1 and not self.codes
 
 
