@@ -124,7 +124,7 @@ def _seconds(part: Mapping[str, Any], name: str) -> float:
 def _blank(size: Extent) -> str:
     """A blank picture, or silence, as a data URL."""
     file = io.BytesIO()
-    if isinstance(size, float):
+    if not isinstance(size, tuple):
         with wave.open(file, "wb") as recording:
             recording.setnchannels(1)
             recording.setsampwidth(1)

@@ -167,7 +167,7 @@ def _require_sizes(prompts: Prompts, sample: Sample, sizes: Sequence[Extent], na
     """Raises ConfigError unless the generator makes pictures of exactly these sizes."""
     for generator in sample.noise:
         block = prompts.specs[generator].block * prompts.specs[generator].factor
-        for height, width in (size for size in sizes if not isinstance(size, float)):
+        for height, width in (size for size in sizes if isinstance(size, tuple)):
             fix = f"{generator!r} makes multiples of {block} pixels"
             nearest = " and ".join(str(max(1, round(side / block)) * block) for side in (height, width))
             legal = height % block == 0 == width % block

@@ -289,7 +289,7 @@ def _speak(
 
 
 def _generator_layer(
-    leaves: Arrays, prefix: str, dit: DiTConfig, x_TD: jax.Array, features_Q: jax.Array, turn: Turn
+    leaves: Arrays, prefix: str, dit: DiTConfig | SoundDiTConfig, x_TD: jax.Array, features_Q: jax.Array, turn: Turn
 ) -> jax.Array:
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.split(
         affine(leaves, f"{prefix}/modulation", features_Q), 6
