@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mmjax.data.config import DataConfig as DataConfig
     from mmjax.data.config import LatentsConfig as LatentsConfig
     from mmjax.data.config import PackingConfig as PackingConfig
+    from mmjax.data.config import VocoderConfig as VocoderConfig
     from mmjax.data.examples import Example as Example
     from mmjax.data.examples import Examples as Examples
     from mmjax.data.sources import Entry as Entry
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from mmjax.models.config import ModelConfig as ModelConfig
     from mmjax.models.context import Context as Context
     from mmjax.models.dit.config import DiTConfig as DiTConfig
+    from mmjax.models.dit.config import SoundDiTConfig as SoundDiTConfig
     from mmjax.models.flops import parameter_count as parameter_count
     from mmjax.models.graph import MultimodalModel as MultimodalModel
     from mmjax.models.graph import multimodal as multimodal
@@ -163,6 +165,7 @@ __all__ = [
     "Run",
     "Sample",
     "ScheduleConfig",
+    "SoundDiTConfig",
     "SourceConfig",
     "SquarePatches",
     "Task",
@@ -175,6 +178,7 @@ __all__ = [
     "UNetConfig",
     "Unusable",
     "ViTConfig",
+    "VocoderConfig",
     "WeightsConfig",
     "WhisperConfig",
     "World",
@@ -223,7 +227,7 @@ _NAMES_OF = {
     "mmjax.config": ("load_config",),
     "mmjax.config.from_folder": ("from_hf",),
     "mmjax.configurable": ("ConfigError", "divides", "from_preset", "positive"),
-    "mmjax.data.config": ("DataConfig", "LatentsConfig", "PackingConfig"),
+    "mmjax.data.config": ("DataConfig", "LatentsConfig", "PackingConfig", "VocoderConfig"),
     "mmjax.data.examples": ("Example", "Examples"),
     "mmjax.data.sources": ("Entry", "Media", "Record", "SourceConfig", "Turn", "Unusable"),
     "mmjax.data.spec": ("DataSpec",),
@@ -238,7 +242,7 @@ _NAMES_OF = {
     "mmjax.models.callbacks": ("Callbacks", "reads"),
     "mmjax.models.config": ("CallbacksConfig", "ModelConfig"),
     "mmjax.models.context": ("Context",),
-    "mmjax.models.dit.config": ("DiTConfig",),
+    "mmjax.models.dit.config": ("DiTConfig", "SoundDiTConfig"),
     "mmjax.models.flops": ("parameter_count",),
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
     "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rotate_2d", "row_parallel"),

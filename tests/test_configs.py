@@ -56,6 +56,7 @@ def test_every_file_is_a_configuration_or_a_part_of_one() -> None:
         "digits_valm",
         "digits_draw",
         "digits_moe",
+        "digits_say",
     }
 
 

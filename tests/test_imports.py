@@ -172,6 +172,7 @@ NAMES_FAMILIES = {
     "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower, or in the generator",
     "mmjax.parity.shrink": "smaller settings of each family",
     "mmjax.assembly.latents": "pictures of a generator's latents",
+    "mmjax.assembly.vocoders": "waveforms of a generator's frames",
     **{
         f"mmjax.{name}": "a command about autoencoders"
         for name in (
@@ -187,7 +188,7 @@ NAMES_FAMILIES = {
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
     folders = {
         f"mmjax.models.{name}"
-        for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "unet", "vit", "whisper")
+        for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "unet", "vit", "vocoder", "whisper")
     }
     importing = {
         name

@@ -21,7 +21,7 @@ import pytest
 ORACLES = Path(__file__).parent / "oracles"
 SCRIPTS = (  # the later ones read what the earlier ones make
     *("make_llava", "make_llm", "make_experts", "make_vision", "make_qwen", "make_onevision", "make_whisper"),
-    "make_processors",
+    *("make_processors", "make_vocoder"),
     *("make_generated", "make_whole_generated", "make_composed", "make_training", "make_peft"),
 )
 PYTHON = os.environ.get("ORACLE_PYTHON", sys.executable)

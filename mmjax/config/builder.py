@@ -14,7 +14,7 @@ from mmjax.config.processor import FREE, data_settings, grown_tables, source_set
 from mmjax.config.scopes import scopes_of
 from mmjax.config.types import Mismatch, convert
 from mmjax.configurable import ConfigError, gin_name, near_misses, preset_values, suggest
-from mmjax.data.config import DataConfig, LatentsConfig, PackingConfig
+from mmjax.data.config import DataConfig, LatentsConfig, PackingConfig, VocoderConfig
 from mmjax.data.origin import origin_class, task_class
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.spec import DataSpec
@@ -152,6 +152,7 @@ class ConfigBuilder:
             lora=self._adapters(name, adapters, folders),
             packing=self._build(PackingConfig, name),
             latents=self._latents(name, folders) if role == "generator" else LatentsConfig(),
+            vocoder=self._build(VocoderConfig, name) if role == "generator" else VocoderConfig(),
             offload=self._build(OffloadConfig, name),
             callbacks=self._build(CallbacksConfig, name),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mmjax.checkpoint.config import CheckpointConfig, WeightsConfig
-from mmjax.data.config import DataConfig, LatentsConfig, PackingConfig
+from mmjax.data.config import DataConfig, LatentsConfig, PackingConfig, VocoderConfig
 from mmjax.data.origin import task_class
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.tasks.registry import TASKS
@@ -40,7 +40,7 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
     for name, family in model.families:
         scopes[family.config] = (*scopes.get(family.config, ()), name)
     scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
-    scopes[LatentsConfig] = tuple(model.generators)
+    scopes[LatentsConfig] = scopes[VocoderConfig] = tuple(model.generators)
     scopes[EdgeConfig] = tuple(edge.name for edge in model.flows)
     scopes[CallbacksConfig] = scopes[LoraConfig] = modules
     scopes[SourceConfig] = tuple(data.sources)

@@ -41,7 +41,8 @@ class DataConfig:
     reorder: of the samples of a step among its microbatches and dp ranks: "none", "disttrain" (Zhang et al.) or "best".
     audio_encoder: name of the encoder that hears the recordings. generator: name of the generator that draws,
     unless a record names another.
-    speaker: name of the generator that speaks answers in codes, if the model has one.
+    speaker: name of the generator that makes recordings, unless a record names another, or that speaks answers in
+    codes, if the model has one.
     max_pixels: larger images of a folder are scaled down.
     require_same: whether a run that goes on is refused where a dataset's records have changed; else it is warned.
     max_broken: share of a dataset's records; a run whose data have more that cannot be used is refused.
@@ -112,6 +113,27 @@ class LatentsConfig:
 
     path: str = ""
     autoencoder: str = ""
+
+
+@configurable("Vocoder")
+@dataclass(frozen=True, kw_only=True)
+class VocoderConfig:
+    """The vocoder with which recordings of a generator are heard; training does not read it.
+
+    path: the folder of a HiFi-GAN, as transformers writes a SpeechT5HifiGan; "" makes waveforms by Griffin and Lim's
+    method.
+    iterations: of that method.
+    """
+
+    path: str = ""
+    iterations: int = 60
+
+    def __post_init__(self) -> None:
+        positive("Vocoder.iterations", self.iterations, 60)
+
+    def idle(self) -> dict[str, str]:
+        """The settings without effect, given the others, each with the reason."""
+        return {"iterations": f"Vocoder.path={self.path!r} names a vocoder"} if self.path else {}
 
 
 @configurable("Packing")

@@ -25,7 +25,9 @@ from jaxtyping import Float
 
 _BREAK_HERTZ, _BREAK_MEL = 1000.0, 15.0
 _STEP = np.log(6.4) / 27.0
-_FLOOR, _RANGE = 1e-10, 8.0
+_RANGE, _SHIFT = 8.0, 4.0
+LOGS = {"whisper": 1e-10, "log10": 1e-5, "ln": 1e-5}
+"""The ways to take logarithms, each with the smallest number of which one is taken."""
 EDGES = ("silent", "reflected")
 """The continuation of a recording beyond its ends: zeros, or its mirror image."""
 
@@ -38,7 +40,10 @@ class LogMel:
 
     sample_rate: samples per second. window, hop: samples under a frame's window, and from one frame to the next.
     mels: bins of a frame. edges: one of ``EDGES``. chunk: frames of every recording, which is cut or followed by
-    silence; 0 = according to its length.
+    silence; 0 = according to its length. low, high: hertz from which and to which bins reach; high 0 = half the sample
+    rate. log: one of ``LOGS``: "whisper" takes log10 of the power within 8 of the highest bin, plus 4, by 4; "log10"
+    and "ln" take logarithms of the magnitude, as SpeechT5 and HiFi-GAN. mean, std: what is subtracted from these, and
+    what they are then divided by.
     """
 
     sample_rate: int
@@ -47,6 +52,21 @@ class LogMel:
     mels: int
     edges: str = "silent"
     chunk: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    log: str = "whisper"
+    mean: float = 0.0
+    std: float = 1.0
+
+    @property
+    def filters(self) -> Float[np.ndarray, "M K"]:
+        """The weights of frequencies in bins, see `mel_filters`."""
+        return mel_filters(self.sample_rate, self.window, self.mels, low=self.low, high=self.high)
+
+    @property
+    def power(self) -> int:
+        """The power of magnitudes of which bins are sums: 2 for "whisper", else 1."""
+        return 2 if self.log == "whisper" else 1
 
     def frames(self, samples: int, multiple: int = 1) -> int:
         """Number of frames of a recording of `samples` samples: `chunk`, or one for each `hop` if `chunk` is 0.
@@ -61,9 +81,22 @@ class LogMel:
         frames = self.frames(len(samples_N), multiple)
         padded = self._beyond_its_ends(samples_N[: self.chunk * self.hop or None], frames)
         framed_FN = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop]
-        power_FK = np.abs(np.fft.rfft(framed_FN * hann(self.window))) ** 2
-        log_FM = np.log10(np.maximum(power_FK @ mel_filters(self.sample_rate, self.window, self.mels).T, _FLOOR))
-        return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
+        sums_FM = np.abs(np.fft.rfft(framed_FN * hann(self.window))) ** self.power @ self.filters.T
+        bounded_FM = np.maximum(sums_FM, LOGS[self.log])
+        log_FM = np.log(bounded_FM) if self.log == "ln" else np.log10(bounded_FM)
+        if self.log == "whisper":
+            log_FM = (np.maximum(log_FM, log_FM.max() - _RANGE) + _SHIFT) / _SHIFT
+        return ((log_FM - self.mean) / self.std).astype(np.float32)
+
+    def logs(self, frames_FM: Float[np.ndarray, "F M"]) -> Float[np.ndarray, "F M"]:
+        """The logarithms of frames: without ``mean`` and ``std``, and of "whisper" without its range, float64."""
+        values_FM = np.asarray(frames_FM, np.float64) * self.std + self.mean
+        return values_FM * _SHIFT - _SHIFT if self.log == "whisper" else values_FM
+
+    def sums(self, frames_FM: Float[np.ndarray, "F M"]) -> Float[np.ndarray, "F M"]:
+        """The sums over frequencies, of magnitudes or of their squares, of which these are frames, float64."""
+        logs_FM = self.logs(frames_FM)
+        return np.exp(logs_FM) if self.log == "ln" else 10.0**logs_FM
 
     def _beyond_its_ends(self, samples_N: np.ndarray, frames: int) -> np.ndarray:
         """The samples that `frames` frames see, float64, from half a window before the first sample on."""
@@ -102,16 +135,18 @@ def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def mel_filters(sample_rate: int, window: int, mels: int) -> Float[np.ndarray, "M K"]:
+def mel_filters(
+    sample_rate: int, window: int, mels: int, *, low: float = 0.0, high: float = 0.0
+) -> Float[np.ndarray, "M K"]:
     """Triangles over the frequencies of a transform of ``window`` samples, each of area 1 hertz, float64.
 
     M is ``mels``, K is ``window // 2 + 1``; column k is the frequency k · ``sample_rate`` / ``window`` in hertz. The
-    triangles overlap by half, at equal distances on the mel scale from 0 to half the ``sample_rate`` (samples per
-    second). The array is cached: do not write into it.
+    triangles overlap by half, at equal distances on the mel scale from ``low`` to ``high`` hertz, of which 0 is half
+    the ``sample_rate`` (samples per second). The array is cached: do not write into it.
     """
     hertz_K = np.arange(window // 2 + 1) * sample_rate / window
-    top = hertz_to_mel(np.asarray(sample_rate / 2))
-    points = mel_to_hertz(np.linspace(0.0, float(top), mels + 2))
-    low, middle, high = points[:-2, None], points[1:-1, None], points[2:, None]
-    rising, falling = (hertz_K - low) / (middle - low), (high - hertz_K) / (high - middle)
-    return np.maximum(0.0, np.minimum(rising, falling)) * 2.0 / (high - low)
+    bottom, top = (float(hertz_to_mel(np.asarray(hertz))) for hertz in (low, high or sample_rate / 2))
+    points = mel_to_hertz(np.linspace(bottom, top, mels + 2))
+    below, middle, above = points[:-2, None], points[1:-1, None], points[2:, None]
+    rising, falling = (hertz_K - below) / (middle - below), (above - hertz_K) / (above - middle)
+    return np.maximum(0.0, np.minimum(rising, falling)) * 2.0 / (above - below)

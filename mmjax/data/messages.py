@@ -2,7 +2,7 @@
 
 A dialogue is a list of {"role", "content"}, where content is a string, or a list of {"type": "text", "text": …},
 {"type": "image", "image": path} and {"type": "video", "video": path}. The last message is from the user or a tool; the
-model answers it. Or it is from the assistant and asks for pictures, see `picture_prompts`.
+model answers it. Or it is from the assistant and asks for pictures or recordings, see `picture_prompts`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _dialogue(value: Any, number: int, name: str) -> Dialogue:
         raise ConfigError(f"{where}: must be a list of messages, not {kind}; write {_EXAMPLE}")
     last = messages[-1].get("role") if isinstance(messages[-1], Mapping) else None
     if not isinstance(last, str) or (last == "assistant" and not ends_with_picture(messages)):
-        fix = "end with one from 'user', which is answered, or with a picture to be made"
+        fix = "end with one from 'user', which is answered, or with a picture or a recording to be made"
         raise ConfigError(f"{where}: the last message is from {last!r}; {fix}")
     return value
 

@@ -126,6 +126,8 @@ class Packer:
         denominators = {"llm": float(sum(meta.weight for meta in metas))}
         per_patch = {name: spec.patch_values if spec.drawn else 1 for name, spec in self.encoders.items()}
         denominators |= {name: float(counts[f"{name}_patches"] * values) for name, values in per_patch.items()}
+        for name, spec in ((name, spec) for name, spec in self.encoders.items() if spec.sounds):
+            denominators[name] -= spec.channels * sum(meta.padding.get(name, 0) for meta in metas)
         return StepPlan(step=step, microbatches=tuple(parts), denominators=denominators, counts=counts)
 
     def _op_shapes(self, name: str, parts: Sequence[MicrobatchPlan]) -> list[tuple[int, int]]:

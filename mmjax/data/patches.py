@@ -84,13 +84,18 @@ def canvas_places(grid: Sequence[int], canvas: Sequence[int]) -> np.ndarray:
 def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
     """The shape for one patch of each input that is made from media, by name: {"patches": (E,)} for an encoder.
 
-    E is `spec.patch_values`. A generator also has "targets" (E,), "times" () and "weights" (). One of codes has
+    E is `spec.patch_values`. A generator also has "targets" (E,), "times" () and "weights" (), of recordings (P,), one
+    for each frame of a patch. One of codes has
     "tokens", "targets" and "weights" alone, all (), of which the first two are int32 (see `input_dtype`).
     """
     if spec.codes:
         return {"tokens": (), "targets": (), "weights": ()}
     values = (spec.patch_values,)
-    drawn: dict[str, tuple[int, ...]] = {"targets": values, "times": (), "weights": ()}
+    drawn: dict[str, tuple[int, ...]] = {
+        "targets": values,
+        "times": (),
+        "weights": (spec.patch,) if spec.sounds else (),
+    }
     return {"patches": values} | (drawn if spec.drawn else {})
 
 
@@ -130,22 +135,32 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
     """The inputs made of medium `number` (from 0) of encoder or generator `name`, by name: {"patches": [N, E]}.
 
     A generator has the "patches", "targets", "times" [N] and "weights" [N] of its noise process; those of a flow are
-    (1 - t) x + t noise, noise - x, t and 1. If the sample has no noise for it, all are 0, also the weights. All are
-    float32. One of codes has the inputs of `code_inputs`. spec: of `name`.
+    (1 - t) x + t noise, noise - x, t and 1; of recordings "weights" [N, P] are 0 behind the end. If the sample has no
+    noise for it, all are 0, also the weights. All are float32. One of codes has the inputs of `code_inputs`. spec: of
+    `name`.
     """
     medium = sample.media[name][number]
     if spec.codes:
         return code_inputs(medium, spec)
     if not spec.drawn:
         return {"patches": patchify(medium, spec)[0]}
-    patches_NE = patchify(medium, spec)[0]
+    weights = np.ones(spec.grid(*medium.shape[:-1]), np.float32).ravel()
+    if spec.sounds:
+        weights = _whole(np.ones((len(medium), 1), np.float32), spec).reshape(-1, spec.patch)
+    patches_NE = patchify(_whole(medium, spec), spec)[0]
     if name not in sample.noise:
         return {key: np.zeros((len(patches_NE), *shape), np.float32) for key, shape in patch_shapes(spec).items()}
-    noise_NE, time = patchify(sample.noise[name][number], spec)[0], sample.times[name][number]
-    process, ones_N = spec.process, np.ones(len(patches_NE), np.float32)
+    noise_NE, time = patchify(_whole(sample.noise[name][number], spec), spec)[0], sample.times[name][number]
+    process = spec.process
     return {
         "patches": process.mixture(patches_NE, noise_NE, time),
         "targets": process.target(patches_NE, noise_NE, time),
-        "times": np.float32(time) * ones_N,
-        "weights": process.weight(time) * ones_N,
+        "times": np.full(len(patches_NE), time, np.float32),
+        "weights": process.weight(time) * weights,
     }
+
+
+def _whole(medium: np.ndarray, spec: EncoderSpec) -> np.ndarray:
+    """The medium; a recording to be made [F, M] with zeros behind its end, up to whole LLM tokens."""
+    behind = spec.padded(len(medium)) - len(medium)
+    return np.pad(medium, ((0, behind), (0, 0))) if behind else medium

@@ -49,11 +49,13 @@ class DataSpec:
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Names of the generators for which some samples have a picture to draw: `Data.generator`, or none.
+        """Names of the generators for which some samples have a medium to be made.
 
-        There are none either where that is known only when samples are read (`Task.draws`).
+        They are `Data.generator` for pictures and `Data.speaker` for recordings, or none. There are none either where
+        that is known only when samples are read (`Task.draws`).
         """
-        return (self.settings.generator,) if self.origin.draws else ()
+        settings, origin = self.settings, self.origin
+        return (*([settings.generator] if origin.draws else []), *([settings.speaker] if origin.says else []))
 
     @property
     def spoken(self) -> tuple[str, ...]:
@@ -74,3 +76,8 @@ class DataSpec:
                 one_of(f"Data.{named}", getattr(settings, named), legal)
         drawing = [name for name, medium in generators.items() if medium == "image"]
         origin.check_generator(settings.generator, drawing)
+        if origin.says:
+            sounding = [name for name, medium in generators.items() if medium == "recording"]
+            fix = "nothing in the model makes recordings; set Model.generators to {'talker': 'sound-dit'}"
+            require(bool(sounding), "Data.speaker", settings.speaker, fix)
+            one_of("Data.speaker", settings.speaker, sounding)

@@ -160,11 +160,11 @@ class EncoderSpec:
 
     def patches(self, *size: int) -> int:
         """Number of patches of a medium of this `size`, such as height and width (multiples of `block`)."""
-        return prod(side // self.patch for side in size)
+        return prod(self.grid(*size))
 
     def tokens(self, *size: int) -> int:
         """Number of LLM tokens of a medium of this `size` (multiples of `block`)."""
-        return self.queries or prod(side // (self.patch * self.merge) for side in size)
+        return self.queries or prod(self.grid(*size)) // self.patches_per_token
 
     def canvas(self, grid: tuple[int, ...]) -> tuple[int, ...]:
         """The smallest of `canvases` that holds a picture of this grid of patches. Raises ConfigError if none does."""
@@ -175,8 +175,17 @@ class EncoderSpec:
         return holding[0]
 
     def grid(self, *size: int) -> tuple[int, ...]:
-        """Patches along every axis of a medium of this `size` (multiples of `block`)."""
-        return tuple(side // self.patch for side in size)
+        """Patches along every axis of a medium of this `size`: multiples of `block`, or `frames` of one to be made."""
+        return tuple(self.padded(side) // self.patch for side in size)
+
+    def padded(self, side: int) -> int:
+        """A side of a medium; frames of a recording to be made are rounded up to whole LLM tokens."""
+        return -(-side // self.block) * self.block if self.sounds else side
+
+    @property
+    def sounds(self) -> bool:
+        """Whether this is a generator of recordings."""
+        return self.drawn and self.axes == 1 and not self.codes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +215,7 @@ class SampleMeta:
       references: per generator and medium, the patches along every axis of each picture that it is made from; a
         generator without any is left out.
       learned: number of its tokens with a loss weight; 0 if unknown.
+      padding: per generator of recordings, the number of frames in its patches that are behind ends of recordings.
     """
 
     tokens: int
@@ -215,6 +225,7 @@ class SampleMeta:
     canvases: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     references: Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]] = field(default_factory=dict)
     learned: int = field(default=0, compare=False)
+    padding: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -227,12 +238,18 @@ class SampleMeta:
         learned: int = 0,
         references: Mapping[str, Iterable[Iterable[tuple[int, ...]]]] | None = None,
     ) -> SampleMeta:
-        """The metadata of a sample whose media have these `sizes`: by encoder, without channels, multiples of `block`.
+        """The metadata of a sample whose media have these `sizes`: by encoder, without channels, as `grid` takes them.
 
         encoders: specs of at least the encoders in `sizes`; leave out of `sizes` an encoder without media. references:
         by generator and medium the sizes of the pictures that it is made from.
         """
+        sizes = {name: tuple(sizes_of) for name, sizes_of in sizes.items()}
         grids = {name: tuple(encoders[name].grid(*size) for size in sizes_of) for name, sizes_of in sizes.items()}
+        padding = {
+            name: sum(encoders[name].padded(side) - side for size in sizes_of for side in size)
+            for name, sizes_of in sizes.items()
+            if encoders[name].sounds
+        }
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
         canvases = {
             name: tuple(map(encoders[name].canvas, of_media))
@@ -251,6 +268,7 @@ class SampleMeta:
             canvases=canvases,
             references={name: of_media for name, of_media in followed.items() if any(of_media)},
             learned=learned,
+            padding=padding,
         )
 
     @property
@@ -302,9 +320,9 @@ class Sample:
       tokens: int32 [n], placeholders already expanded (one per merged token).
       loss_weights: float32 [n], the weight of predicting tokens[t] from tokens[:t].
       media: per encoder, float32 media in order of appearance: images [h, w, C], recordings [F, M]; sides are multiples
-        of patch * merge. A video is several media [h, w, frames * C], its temporal patches. A sample may have media of
-        every encoder, of some or of none. Per generator, the media to be drawn; per generator of codes, at most one
-        array int32 [n, 1] of the codes that speak the last answer.
+        of patch * merge, except frames of recordings to be made. A video is several media [h, w, frames * C], its
+        temporal patches. A sample may have media of every encoder, of some or of none. Per generator, the media to be
+        drawn; per generator of codes, at most one array int32 [n, 1] of the codes that speak the last answer.
       question: the text of the (last) question.
       answer: the right answer to it.
       prompt: number of `tokens` before the answer to the last question; they are the prompt of generation.
@@ -379,8 +397,8 @@ class Microbatch:
     Where the LLM's mask has words: is, attends [B, S] uint32, items [B, S] int32 (see `mask_words`).
     inputs["<generator>"]: as an encoder's, but patches are mixed with noise, such as (1 - t) x + t noise; times t
     [R, T] float32 of every patch; targets [R, T, P**A*C], such as the velocity noise - x; weights [R, T], such as 1
-    where it is learned (see `Process`); and index [R, T/merge**A] int32: where each token's placeholder is in the
-    flattened LLM rows of the row's cell, or -1.
+    where it is learned (see `Process`), of recordings [R, T, P], one for each frame; and index [R, T/merge**A] int32:
+    where each token's placeholder is in the flattened LLM rows of the row's cell, or -1.
     With `EncoderSpec.queries` N: segments [R, N + T] and positions [R, N + T, A], in which the N places of the
     condition come first, and index [R, N]. With `EncoderSpec.references` positions have three numbers, of which the
     first is 0 at the patches of the picture to be drawn, and k at those of the k-th one that it is made from, which

@@ -16,6 +16,7 @@ from mmjax.assembly.packers import bucket_shapes
 from mmjax.assembly.parts import PlacedRun
 from mmjax.checkpoint import Checkpointer
 from mmjax.configurable import ConfigError
+from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import answer_text, drawing_prompt, is_wordless, loss_weight, prompt_only
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
@@ -170,7 +171,22 @@ class Evaluator:
         text_loss = self.loss(states, samples, meet) if loss else None
         levels = self.level_losses(states, samples, meet) if loss else {}
         codes = self.code_accuracy(states, samples, meet)
-        return score(samples, answers, drawings, text_loss, self.task, code_accuracy=codes, level_losses=levels)
+        return score(
+            samples,
+            answers,
+            drawings,
+            text_loss,
+            self.task,
+            code_accuracy=codes,
+            level_losses=levels,
+            log_mels=self.log_mels,
+        )
+
+    @property
+    def log_mels(self) -> dict[str, LogMel]:
+        """How recordings become frames, by generator of recordings."""
+        specs = self.parts.packer.encoders.items()
+        return {name: spec.log_mel for name, spec in specs if spec.sounds and spec.log_mel}
 
     def code_accuracy(
         self, states: Mapping[str, State], samples: Sequence[Sample], meet: Meet = lambda: None
@@ -230,8 +246,7 @@ class Evaluator:
                     for name, predictions in predicted.items():
                         sums = errors.setdefault(name, np.zeros(len(LEVELS)))
                         for prediction, (_, inputs) in zip(predictions, batches[number], strict=True):
-                            of_patches = inputs[name]["weights"] > 0
-                            off = prediction[of_patches] - inputs[name]["targets"][of_patches]
+                            off = _errors(prediction, inputs[name]["targets"], inputs[name]["weights"])
                             sums[number] += np.square(off, dtype=np.float64).sum()
                             counts[name] = counts.get(name, 0) + (off.size if number == 0 else 0)
         return {
@@ -271,7 +286,10 @@ class Evaluator:
                     first = 0
                     for plan, rows in zip(packed.plans, patches, strict=True):
                         for sample, media in packer.media(name, plan, rows).items():
-                            drawn[first + sample][name] = media
+                            noise = prompts[first + sample].noise[name]
+                            drawn[first + sample][name] = tuple(
+                                medium[: len(of_medium)] for medium, of_medium in zip(media, noise, strict=True)
+                            )
                         first += len(plan.metas)
                 for drawings in drawn:
                     result[next(remaining)] = drawings
@@ -313,6 +331,13 @@ def stop_tokens(tokenizer: Tokenizer, samples: Sequence[Sample]) -> frozenset[in
     tails = {sample.tail.strip() for sample in samples}
     ending = tokenizer.token(tails.pop()) if len(tails) == 1 and all(tails) else None
     return frozenset((*tokenizer.stops, *(() if ending is None else (ending,))))
+
+
+def _errors(prediction: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The errors of numbers that have a weight; weights are [R, T] of patches, or [R, T, P] of their frames."""
+    shape = (*weights.shape, -1)
+    is_learned = weights > 0
+    return prediction.reshape(shape)[is_learned] - targets.reshape(shape)[is_learned]
 
 
 def _by_sample(places: Sequence[tuple[int, int]], replies: Sequence[Sequence[Answer]]) -> list[Answer]:

@@ -105,7 +105,16 @@ def evaluate(
     return EvalReport(
         step=step,
         samples=samples,
-        evaluation=score(samples, plain, drawings, loss, task, code_accuracy=codes, level_losses=levels),
+        evaluation=score(
+            samples,
+            plain,
+            drawings,
+            loss,
+            task,
+            code_accuracy=codes,
+            level_losses=levels,
+            log_mels=evaluator.log_mels,
+        ),
         swapped={
             name: score(variant, replies, task=task)
             for (name, variant), replies in zip(swapped.items(), variants, strict=True)

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mmjax.assembly.latents import Drawings
+from mmjax.data.log_mel import LogMel
 from mmjax.data.sample import is_wordless
 from mmjax.data.tasks.records import Sources
 from mmjax.data.tasks.task import Task
@@ -57,6 +60,7 @@ class Evaluation:
 _RECORDS = Sources()
 _LEVEL_LOSSES = "_losses"
 """The end of the names of losses by level of noise."""
+_SILENT: Mapping[str, LogMel] = {}
 _MOST = 700.0
 """The largest loss whose exponential is taken: it is still a finite float."""
 
@@ -70,6 +74,7 @@ def score(
     *,
     code_accuracy: float | None = None,
     level_losses: Mapping[str, Mapping[str, float]] | None = None,
+    log_mels: Mapping[str, LogMel] = _SILENT,
 ) -> Evaluation:
     """Scores answers against the right ones, character by character and by the task's own scores, and drawings.
 
@@ -82,6 +87,7 @@ def score(
       task: the task that the samples are from, `recipe.data.origin`.
       code_accuracy: kept as `Evaluation.code_accuracy`.
       level_losses: kept as `Evaluation.level_losses`.
+      log_mels: how recordings become frames, by generator of recordings.
 
     Returns:
       Shares in [0, 1], `exact_match` and `character_accuracy`, and the arguments; all shares are 0 without samples. A
@@ -101,7 +107,7 @@ def score(
         character_accuracy=matches / max(1, total),
         kinds={kind: sum(correct) / len(correct) for kind, correct in sorted(by_kind.items())},
         drawings=tuple(drawings),
-        drawing_accuracy=_recognised(samples, drawings, task),
+        drawing_accuracy=_recognised(samples, drawings, task, log_mels),
         loss=loss,
         unit=task.unit,
         code_accuracy=code_accuracy,
@@ -116,11 +122,18 @@ def _task_scores(samples: Sequence[Sample], answers: Sequence[str], task: Task) 
     return {name: sum(share(*pair) for pair in pairs) / len(pairs) for name, share in task.scores.items() if pairs}
 
 
-def _recognised(samples: Sequence[Sample], drawings: Sequence[Drawings], task: Task) -> float | None:
+def _recognised(
+    samples: Sequence[Sample], drawings: Sequence[Drawings], task: Task, log_mels: Mapping[str, LogMel]
+) -> float | None:
+    def read(name: str, medium: np.ndarray, count: int) -> str:
+        """The label that is recognised in a drawing, or in frames."""
+        is_sound = name in log_mels
+        return task.read_recording(medium, count, log_mels[name]) if is_sound else task.read_drawing(medium, count)
+
     if not task.reads_drawings:
         return None
     pairs = [
-        (label, task.read_drawing(drawing, len(label)))
+        (label, read(name, drawing, len(label)))
         for sample, drawn in zip(samples, drawings, strict=bool(drawings))
         for name, media in drawn.items()
         for label, drawing in zip(sample.labels.get(name, ()), media, strict=False)

@@ -1,4 +1,4 @@
-"""`python -m mmjax.generate --run_dir=D --messages=FILE`: answers messages about images with a model, or by pictures.
+"""`python -m mmjax.generate --run_dir=D --messages=FILE`: answers messages with a model, or by pictures or sound.
 
 The model is a run's, or that of a folder as save_pretrained writes it (`--weights=DIR`); nothing is trained, and no
 training data are read.
@@ -27,7 +27,7 @@ from mmjax.config.flags import (
 from mmjax.config.from_folder import TOKENIZER, folder_bindings
 from mmjax.configurable import ConfigError, not_negative, positive, require
 from mmjax.data.messages import Dialogue, parse_messages
-from mmjax.data.picture_prompts import MOST_SIDE, Size, ends_with_picture, with_picture
+from mmjax.data.picture_prompts import MOST_SECONDS, MOST_SIDE, Size, ends_with_picture, with_picture, with_recording
 from mmjax.flags import importing
 from mmjax.generate.answers import Answer, generate
 from mmjax.generate.pictures import draw_pictures, with_drawing, write_pictures
@@ -47,10 +47,15 @@ FLAGS = (
     Flag(
         name="json", doc='prints {"text", "tokens", "logprobs", "pictures"} for each prompt in one line.', default=False
     ),
-    Flag(name="out", doc="a directory for pictures, <prompt>-<sample>.png, where messages end with some to be made."),
+    Flag(
+        name="out",
+        doc="a directory for pictures, <prompt>-<sample>.png, and recordings, .wav, where messages end with some to be "
+        "made.",
+    ),
     Flag(name="generate_size", doc="height and width of a picture to be made of each message, such as 64x64."),
-    Flag(name="samples", doc="pictures of each prompt, from different noise.", default=1),
-    Flag(name="steps", doc="steps from noise to a picture; 0 takes the run's.", default=0),
+    Flag(name="generate_seconds", doc="seconds of a recording to be made of each message, such as 1.5."),
+    Flag(name="samples", doc="pictures or recordings of each prompt, from different noise.", default=1),
+    Flag(name="steps", doc="steps from noise to a picture or a recording; 0 takes the run's.", default=0),
     Flag(name="guidance", doc="the share of the prompt in each step; without it the run's."),
     Flag(name="sampler", doc="the method of drawing, such as 'euler', 'ddim' or 'dpm++'; without it the run's."),
 )
@@ -79,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dialogues = parse_messages(_text(path, named), named)
         if size := _size(str(flags.values["generate_size"])):
             dialogues = [with_picture(dialogue, size) for dialogue in dialogues]
+        if seconds := _seconds(flags):
+            dialogues = [with_recording(dialogue, seconds) for dialogue in dialogues]
         draws = _require_pictures(flags, dialogues, named)
         recipe = _recipe(flags, run_dir, weights)
         if draws:
@@ -151,19 +158,38 @@ def _size(text: str) -> Size | None:
     return int(sides[0]), int(sides[1])
 
 
+def _seconds(flags: Flags) -> float:
+    """The value of ``--generate_seconds``; 0 without it."""
+    text, size = str(flags.values["generate_seconds"]), str(flags.values["generate_size"])
+    if not text:
+        return 0.0
+    require(
+        not size, "--generate_size", size, "stands beside --generate_seconds; an answer is a picture or a recording"
+    )
+    seconds = _number("generate_seconds", text)
+    require(0 < seconds <= MOST_SECONDS, "--generate_seconds", text, "must be seconds of a recording, such as 1.5")
+    return seconds
+
+
 def _require_pictures(flags: Flags, dialogues: Sequence[Dialogue], named: str) -> bool:
     """Whether the dialogues end with pictures to be made; raises ConfigError where some do, or flags do not fit."""
     draws = list(map(ends_with_picture, dialogues))
     if any(draws) and not all(draws):
         raise ConfigError(f"{named}: some prompts are answered by text and some by pictures; write a file for each")
     if any(draws):
-        require(bool(flags.values["out"]), "--out", "", "is missing: messages ask for pictures; name a directory")
+        require(
+            bool(flags.values["out"]),
+            "--out",
+            "",
+            "is missing: messages ask for pictures or recordings; name a directory",
+        )
         positive("--samples", int(flags.values["samples"]))
         return True
     defaults = {flag.name: flag.default for flag in FLAGS}
     names = ("out", "samples", "steps", "guidance", "sampler")
     for name in (name for name in names if flags.values[name] != defaults[name]):
-        fix = "no message ends with a picture to be made; leave it out, or add --generate_size=64x64"
+        legal = "--generate_size=64x64 or --generate_seconds=1.5"
+        fix = f"no message ends with a picture to be made; leave it out, or add {legal}"
         raise ConfigError(f"--{name}={flags.values[name]!r}: {fix}")
     return False
 

@@ -1,4 +1,4 @@
-"""Pictures that a run's generator makes of messages."""
+"""Pictures and recordings that a run's generators make of messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmjax.assembly.latents import Decoders, usual_size
+from mmjax.assembly.vocoders import Recording, Vocoders
 from mmjax.configurable import ConfigError, require
 from mmjax.data.messages import Dialogue, write_messages
-from mmjax.data.picture_prompts import Size, messages_of, sizes_of, with_blanks
+from mmjax.data.picture_prompts import Extent, Size, messages_of, sizes_of, with_blanks
 from mmjax.data.types import Sample
 from mmjax.flags import importing
 from mmjax.models.diffusion import Diffusion
@@ -22,8 +23,8 @@ from mmjax.recipe import Recipe
 if TYPE_CHECKING:
     from mmjax.generate.messages import Prompts
 
-Pictures = tuple[np.ndarray, ...]
-"""Pictures [h, w, C] in the range that is learned, -1…1."""
+Pictures = tuple[np.ndarray | Recording, ...]
+"""Pictures [h, w, C] in the range that is learned, -1…1, or recordings."""
 
 
 def with_drawing(recipe: Recipe, **changes: Any) -> Recipe:
@@ -51,7 +52,7 @@ def draw_pictures(
     named: str = "--messages",
     style: str = "auto",
 ) -> list[list[Pictures]]:
-    """Makes the pictures that the last messages of dialogues ask for; all processes of a run call it.
+    """Makes the pictures and recordings that the last messages of dialogues ask for; all processes of a run call it.
 
     Args:
       recipe: a run's, as `load_run_config(run_dir)` gives it, under any layout, or that of a folder of weights.
@@ -65,7 +66,7 @@ def draw_pictures(
       style: the style of the progress display: "auto", "bar", "lines" or "silent".
 
     Returns:
-      By dialogue and by sample, the pictures [h, w, C] of the last message, in -1…1.
+      By dialogue and by sample, the pictures [h, w, C] of the last message, in -1…1, and the recordings.
 
     Raises:
       ConfigError: there are no parameters, a message cannot be read, or the devices do not fit.
@@ -80,6 +81,7 @@ def draw_pictures(
         require_checkpoint(run_dir)
     decoders = Decoders.of(recipe)
     decoders.require_known()
+    vocoders = Vocoders.of(recipe)
     default = _usual_size(recipe)
     names = [f"{named}: prompt {number}" if len(dialogues) > 1 else named for number in range(1, len(dialogues) + 1)]
     sizes = [sizes_of(dialogue, default, name) for dialogue, name in zip(dialogues, names, strict=True)]
@@ -100,14 +102,20 @@ def draw_pictures(
             raise ConfigError(str(error).replace(str(path), named)) from None
         pictures = Writer(prompts, run_dir, style, text=False).draw(drawn)
     made = [
-        tuple(decoders.picture(name, medium) for name, media in by_generator.items() for medium in media)
+        tuple(
+            vocoders.recording(name, medium) if name in vocoders.log_mels else decoders.picture(name, medium)
+            for name, media in by_generator.items()
+            for medium in media
+        )
         for by_generator in pictures
     ]
     return [made[first : first + samples] for first in range(0, len(made), samples)]
 
 
 def write_pictures(folder: Path, pictures: Sequence[Sequence[Pictures]]) -> list[list[list[str]]]:
-    """Writes pictures as PNG files, "<prompt>-<sample>.png"; of several in an answer "<prompt>-<sample>-<number>.png".
+    """Writes pictures as PNG files, "<prompt>-<sample>.png", and recordings as WAV files, "<prompt>-<sample>.wav".
+
+    Of several in an answer the names are "<prompt>-<sample>-<number>.png".
 
     Args:
       folder: the folder, which exists.
@@ -125,9 +133,14 @@ def write_pictures(folder: Path, pictures: Sequence[Sequence[Pictures]]) -> list
         paths.append([])
         for sample, of_sample in enumerate(of_prompt, 1):
             numbers = [f"-{number}" if len(of_sample) > 1 else "" for number in range(1, len(of_sample) + 1)]
-            files = [folder / f"{prompt}-{sample}{number}.png" for number in numbers]
-            for file, picture in zip(files, of_sample, strict=True):
-                Image.fromarray(as_levels(picture)).save(file)
+            files = list[Path]()
+            for number, medium in zip(numbers, of_sample, strict=True):
+                ending = "wav" if isinstance(medium, Recording) else "png"
+                files.append(folder / f"{prompt}-{sample}{number}.{ending}")
+                if isinstance(medium, Recording):
+                    medium.write(files[-1])
+                else:
+                    Image.fromarray(as_levels(medium)).save(files[-1])
             paths[-1].append([str(file) for file in files])
     return paths
 
@@ -151,11 +164,11 @@ def _noisy(sample: Sample, seed: int, number: int) -> Sample:
     return replace(sample, noise=noise)
 
 
-def _require_sizes(prompts: Prompts, sample: Sample, sizes: Sequence[Size], name: str) -> None:
+def _require_sizes(prompts: Prompts, sample: Sample, sizes: Sequence[Extent], name: str) -> None:
     """Raises ConfigError unless the generator makes pictures of exactly these sizes."""
     for generator in sample.noise:
         block = prompts.specs[generator].block * prompts.specs[generator].factor
-        for height, width in sizes:
+        for height, width in (size for size in sizes if isinstance(size, tuple)):
             fix = f"{generator!r} makes multiples of {block} pixels"
             nearest = " and ".join(str(max(1, round(side / block)) * block) for side in (height, width))
             legal = height % block == 0 == width % block

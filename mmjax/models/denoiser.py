@@ -35,9 +35,11 @@ class Denoiser(Module):
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
         include "targets", "weights" and those that ``predict`` reads.
         """
-        targets_RTE, weights_RT = context.inputs["targets"], context.inputs["weights"]
+        targets_RTE, weights = context.inputs["targets"], context.inputs["weights"]
         errors_RTE = jnp.square(self.predict(p, context, x) - targets_RTE)
-        return {"loss": jnp.sum(weights_RT[..., None] * errors_RTE)}
+        # A patch has a weight, or each of its frames, whose numbers are consecutive.
+        errors = errors_RTE if weights.ndim == 2 else errors_RTE.reshape(*weights.shape, -1)
+        return {"loss": jnp.sum(weights[..., None] * errors)}
 
     def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
         """The patches ``[R, T, E]`` of pictures of each microbatch, from noise by ``steps`` steps of ``sampler``.

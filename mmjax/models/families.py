@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mmjax.configurable import ConfigError, registry
 from mmjax.models.choices import Medium
-from mmjax.models.dit.config import DiTConfig
+from mmjax.models.dit.config import DiTConfig, SoundDiTConfig
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.projector.config import ProjectorConfig
@@ -76,6 +76,7 @@ FAMILIES: Mapping[str, Family] = {
         generator_class="mmjax.models.llama.talker:CodeDecoder",
     ),
     "dit": Family(DiTConfig, "mmjax.models.dit.module:DiffusionTransformer", ("generator",)),
+    "sound-dit": Family(SoundDiTConfig, "mmjax.models.dit.module:SoundTransformer", ("generator",)),
     "mmdit": Family(
         MMDiTConfig,
         "mmjax.models.mmdit.module:DoubleStreamTransformer",

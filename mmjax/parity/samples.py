@@ -128,6 +128,8 @@ class Maker:
             tokens[start : start + token_count(spec, [pixels] * count, tiles)] = ids[name]
             # Every second medium of an encoder of videos is a temporal patch, whose frames differ.
             frames = spec.frames if len(media[name]) % 2 else 1
+            if spec.sounds:  # the last patch may be partly behind the end
+                pixels = (pixels[0] - int(rng.integers(spec.block)),)
             media[name] += tuple(_numbers(rng, (*pixels, frames * spec.channels)) for _ in range(count))
         drawn = [name for name, arrays in media.items() if arrays and self.encoders[name].drawn]
         prompt = len(tokens)

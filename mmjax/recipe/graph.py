@@ -52,6 +52,8 @@ def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
     elif source.role == "encoder" and target.role == "generator":
         fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
         require(source.settings.medium == "image", "Model.edges", edge.text, fix)
+        fix = f"{target.name!r} makes {target.settings.medium}s, which have no places for an image; leave the edge out"
+        require(target.settings.medium == "image", "Model.edges", edge.text, fix)
         queries, field = getattr(target.settings, "queries", 0), setting_name(target.name, target.settings, "queries")
         fix = f"its condition ({field}={queries}) has no places for an image; leave it out, or use 'dit' with queries=0"
         require(not queries, "Model.edges", edge.text, fix)

@@ -54,6 +54,8 @@ def _reasons(recipe: Recipe, scope: str, values: Any) -> Reasons:
         "Optimizer": _of_optimizer,
         "Offload": _of_offload,
         "Source": _of_source,
+        "Latents": _of_latents,
+        "Vocoder": _of_vocoder,
     }
     find = between.get(gin_name(type(values)))
     return {**within, **(find(recipe, scope) if find else {})}
@@ -146,15 +148,27 @@ def _of_offload(recipe: Recipe, module: str) -> Reasons:
     return reasons
 
 
+def _of_latents(recipe: Recipe, module: str) -> Reasons:
+    sounds = recipe.model[module].settings.medium == "recording"
+    return dict.fromkeys(("path", "autoencoder"), f"{module} makes recordings") if sounds else {}
+
+
+def _of_vocoder(recipe: Recipe, module: str) -> Reasons:
+    sounds = recipe.model[module].settings.medium == "recording"
+    return {} if sounds else dict.fromkeys(("path", "iterations"), f"{module} makes no recordings")
+
+
 def _of_source(recipe: Recipe, _: str) -> Reasons:
     media = {recipe.model[name].settings.medium for name in recipe.model.media}
-    reasons = {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
+    why = "no encoder hears recordings, and no generator makes them"
+    reasons = {} if "recording" in media else {"max_seconds": why}
     if not any(getattr(recipe.model[name].settings, "references", 0) for name in recipe.model.generators):
         why = "no generator of the model makes pictures from others; set painter/MMDiT.references to 1"
         reasons |= dict.fromkeys(("reference_size", "reference_pixels"), why)
-    if set(recipe.model.generators) <= set(recipe.model.talkers):
+    painters = [name for name in recipe.model.generators if recipe.model[name].settings.medium == "image"]
+    if not painters:
         reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "no generator of the model makes pictures")
-    elif all(recipe.model[name].latents.path for name in set(recipe.model.generators) - set(recipe.model.talkers)):
+    elif all(recipe.model[name].latents.path for name in painters):
         sizes = ("drawn_size", "drawn_pixels", "reference_size", "reference_pixels")
         reasons |= dict.fromkeys(sizes, "latents have the sizes with which they were made")
     return reasons

@@ -150,4 +150,5 @@ def _settings_of(node: ModuleSpec) -> Iterator[Any]:
         yield node.projector.settings
     if node.role == "generator":
         yield node.latents
+        yield node.vocoder
     yield from (node.packing, node.lora.settings, node.offload, node.callbacks)

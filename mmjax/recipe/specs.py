@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.checkpoint.config import WeightsConfig
 from mmjax.configurable import require
-from mmjax.data.config import LatentsConfig, PackingConfig
+from mmjax.data.config import LatentsConfig, PackingConfig, VocoderConfig
 from mmjax.mesh.layout import Layout
 from mmjax.models.config import LLM, CallbacksConfig, family_setting, lora_name
 from mmjax.models.families import FAMILIES, PROJECTOR, Family, Role, families_for, family_of, kind_of
@@ -84,6 +84,7 @@ class ModuleSpec(PartSpec):
       lora: its low-rank adapters.
       packing: buckets of its rows.
       latents: of a generator that makes latents of pictures.
+      vocoder: of a generator of recordings.
       offload: the state that waits in host memory.
       callbacks: a user's own functions between its parts.
     """
@@ -96,6 +97,7 @@ class ModuleSpec(PartSpec):
     lora: LoraSpec = field(default_factory=LoraSpec)
     packing: PackingConfig = field(default_factory=PackingConfig)
     latents: LatentsConfig = field(default_factory=LatentsConfig)
+    vocoder: VocoderConfig = field(default_factory=VocoderConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
 

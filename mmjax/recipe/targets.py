@@ -25,11 +25,13 @@ def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> Non
         speaks = name in talkers
         if media is None and origin.draws is None and not speaks:
             continue
-        targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "picture")
+        sounds = recipe.model[name].settings.medium == "recording"
+        targets, lacking = (recipe.data.spoken, "codes") if speaks else (drawn, "recording" if sounds else "picture")
         is_idle = name not in targets and not recipe.model.optimizers[name].frozen
         fixes = ["leave it out", f"set {name}/Optimizer.frozen to True"]
-        fixes += [origin.drawing_fix] if origin.drawing_fix and not drawn and not speaks else []
+        origin_fix = origin.saying_fix if sounds else origin.drawing_fix
+        fixes += [origin_fix] if origin_fix and not drawn and not speaks else []
         fixes += [f"Data.speaker to {name!r}"] if speaks and targets else []
-        use = f"{lacking} for {name!r} to {'speak' if speaks else 'draw'}"
+        use = f"{lacking} for {name!r} to {'speak' if speaks else 'make' if sounds else 'draw'}"
         fix = f"the data have no {use}, so it would learn nothing; {', or '.join(fixes)}"
         require(not is_idle, "Model.generators", recipe.model.config.generators, fix)

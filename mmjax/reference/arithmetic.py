@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 if TYPE_CHECKING:
-    from mmjax.models.dit.config import DiTConfig
+    from mmjax.models.dit.config import DiTConfig, SoundDiTConfig
     from mmjax.models.projector.config import ProjectorConfig
     from mmjax.models.temporal.config import TemporalConfig
     from mmjax.models.vit.config import ViTConfig
@@ -240,7 +240,7 @@ def product(leaves: Arrays, name: str, x_TD: jax.Array) -> jax.Array:
 def attend(
     leaves: Arrays,
     prefix: str,
-    module: ViTConfig | WhisperConfig | TemporalConfig | DiTConfig,
+    module: ViTConfig | WhisperConfig | TemporalConfig | DiTConfig | SoundDiTConfig,
     normed_TD: jax.Array,
     turn: Turn,
     windows: Sequence[np.ndarray] = (),

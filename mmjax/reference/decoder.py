@@ -40,7 +40,7 @@ from mmjax.reference.process import flow_times, noised, share_of
 from mmjax.reference.unet import unet_velocity
 
 if TYPE_CHECKING:
-    from mmjax.models.dit.config import DiTConfig
+    from mmjax.models.dit.config import DiTConfig, SoundDiTConfig
     from mmjax.models.llama.config import DecoderConfig
 
 DEFAULT_PROJECTOR = ProjectorConfig()
@@ -289,7 +289,7 @@ def _speak(
 
 
 def _generator_layer(
-    leaves: Arrays, prefix: str, dit: DiTConfig, x_TD: jax.Array, features_Q: jax.Array, turn: Turn
+    leaves: Arrays, prefix: str, dit: DiTConfig | SoundDiTConfig, x_TD: jax.Array, features_Q: jax.Array, turn: Turn
 ) -> jax.Array:
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.split(
         affine(leaves, f"{prefix}/modulation", features_Q), 6
@@ -308,7 +308,7 @@ def velocity(
     time: jax.Array,
     *,
     name: str,
-    dit: DiTConfig,
+    dit: DiTConfig | SoundDiTConfig,
     rows: int,
     columns: int,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
@@ -329,7 +329,8 @@ def velocity(
       further: the features [N, E] of further modules at the picture's tokens, by name of the module. The projector
         "vision" of those of "vision" is beside that of the hidden states.
     """
-    positions_T2 = patch_positions(rows, columns, dit.merge)
+    sounds = dit.medium == "recording"
+    positions_T2 = patch_positions(rows, 1, 1) if sounds else patch_positions(rows, columns, dit.merge)
     condition_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
     for source, x_NE in further.items():
         condition_ND = condition_ND + project(leaves, f"{name}_projector/{source}", x_NE, 1, projector)
@@ -337,7 +338,7 @@ def velocity(
     features_Q = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)]).astype(patches_TX.dtype)
     x_TD = affine(leaves, f"{name}/patch", patches_TX)
     if dit.queries:  # tokens before the patches, at places -1, -2, … of both axes
-        before_N2 = np.repeat(-1 - np.arange(len(condition_ND))[:, None], 2, axis=1)
+        before_N2 = np.repeat(-1 - np.arange(len(condition_ND))[:, None], 2, axis=1) * [1, not sounds]
         x_TD, positions_T2 = jnp.concatenate([condition_ND, x_TD]), np.concatenate([before_N2, positions_T2])
     else:
         x_TD = x_TD + condition_ND.reshape(len(positions_T2), -1)
@@ -352,7 +353,7 @@ def velocity(
 def draw_loss(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig | UNetConfig,
+    dit: DiTConfig | SoundDiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     picture_HWC: Float[np.ndarray, "h w C"],
     noise_HWC: Float[np.ndarray, "h w C"],
@@ -383,16 +384,27 @@ def draw_loss(
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     dtype = next(iter(params.values())).dtype
     noisy_HWC, target_HWC, weight = noised(dit, picture_HWC, noise_HWC, time)
-    patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
+    is_real = cut_medium(np.ones_like(picture_HWC), dit)
+    patches, targets = (jnp.asarray(cut_medium(x, dit), dtype) for x in (noisy_HWC, target_HWC))
     predict = _velocity_of(params, name, dit, picture_HWC, projector, references)
     predicted = predict(hidden_ND, patches, jnp.asarray(share_of(dit, time), dtype), further=further)
-    return weight * jnp.sum(jnp.square(predicted - targets))
+    return weight * jnp.sum(is_real * jnp.square(predicted - targets))
+
+
+def cut_medium(medium: np.ndarray, dit: DiTConfig | SoundDiTConfig | UNetConfig) -> Float[np.ndarray, "T X"]:
+    """Patches of a picture [h, w, C], see `cut_patches`; or of frames [F, M], with zeros behind them up to tokens."""
+    if medium.ndim == 3:
+        return cut_patches(medium, dit.patch, dit.merge)
+    frames, bins = medium.shape
+    whole = np.zeros((-(-frames // (dit.patch * dit.merge)) * dit.patch * dit.merge, bins), medium.dtype)
+    whole[:frames] = medium
+    return whole.reshape(-1, dit.patch * bins)
 
 
 def integrate(
     leaves: Leaves,
     name: str,
-    dit: DiTConfig | UNetConfig,
+    dit: DiTConfig | SoundDiTConfig | UNetConfig,
     hidden_ND: jax.Array,
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
@@ -422,7 +434,8 @@ def integrate(
     if dit.sampler != "euler" or dit.guidance_rescale:
         raise ValueError(f"{name}/DiT.sampler={dit.sampler!r}: the reference draws by Euler's method, not rescaled")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
-    patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), next(iter(params.values())).dtype)
+    patches = jnp.asarray(cut_medium(noise_HWC, dit), next(iter(params.values())).dtype)
+    is_real = cut_medium(np.ones_like(noise_HWC), dit)
     predict = _velocity_of(params, name, dit, noise_HWC, projector, references)
     for time, following in itertools.pairwise(flow_times(dit, len(patches))):
         at = jnp.asarray(time, patches.dtype)
@@ -430,14 +443,14 @@ def integrate(
         if dit.guidance != 1:
             plain_TX = predict(jnp.zeros_like(hidden_ND), patches, at, further=further)
             velocity_TX = (1 - dit.guidance) * plain_TX + dit.guidance * velocity_TX
-        patches = patches - velocity_TX * (time - following)
+        patches = patches - is_real * velocity_TX * (time - following)
     return np.asarray(patches)
 
 
 def _velocity_of(
     leaves: Arrays,
     name: str,
-    dit: DiTConfig | UNetConfig,
+    dit: DiTConfig | SoundDiTConfig | UNetConfig,
     picture_HWC: np.ndarray,
     projector: ProjectorConfig,
     references: Sequence[np.ndarray],
@@ -446,7 +459,10 @@ def _velocity_of(
 
     It is `double_stream_velocity` for a generator with two streams.
     """
-    rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
+    if picture_HWC.ndim == 2:  # frames
+        rows, columns = len(cut_medium(picture_HWC, dit)), 1
+    else:
+        rows, columns = (side // dit.patch for side in picture_HWC.shape[:2])
     if isinstance(dit, UNetConfig):
         return functools.partial(
             unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -292,9 +293,9 @@ def _conditions(
     dit = model.generators[name].config
     positions, first = np.flatnonzero(sample.placeholders(name)), 0
     for picture in sample.media[name]:
-        count = dit.queries or (picture.shape[0] // dit.patch) * (picture.shape[1] // dit.patch) // dit.merge**2
+        sides = [-(-side // (dit.patch * dit.merge)) for side in picture.shape[: picture.ndim - 1]]
+        count = dit.queries or math.prod(sides)
         at = positions[first : first + count]
-        sides = [side // dit.patch // dit.merge for side in picture.shape[:2]]
         encoders = [edge.source for edge in model.into(name) if edge.source in model.encoders]
         yield hidden_ND[at], {source: _seen(model, sample, source, encoded, at[0], sides) for source in encoders}
         first += count

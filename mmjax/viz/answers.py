@@ -61,7 +61,7 @@ def _targets(sample: Sample) -> list[np.ndarray]:
 
 
 def _as_drawing(medium: np.ndarray) -> np.ndarray:
-    return as_image((medium + 1) / 2)
+    return as_image(medium if medium.ndim == 2 else (medium + 1) / 2)
 
 
 def _shown(sample: Sample) -> list[np.ndarray | None]:

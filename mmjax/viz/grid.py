@@ -10,6 +10,7 @@ from PIL import Image
 
 from mmjax.assembly.latents import Drawings
 from mmjax.data.types import Sample
+from mmjax.viz.predictions import as_image
 
 _COLUMNS, _GAP, _LEAST = 8, 2, 64
 """Pictures side by side, white pixels between them, and the least height of a picture, to which small ones grow."""
@@ -27,19 +28,25 @@ def as_levels(picture: np.ndarray) -> np.ndarray:
 def pairs_of(samples: Sequence[Sample], drawings: Sequence[Drawings]) -> list[Pair]:
     """The pictures that were to be made, each with the one that was made, in the order of samples.
 
-    Media of other channels than 1 and 3, such as latents, are left out.
+    Recordings are shown as spectrograms: time to the right, pitch upwards. Media of other channels than 1 and 3, such
+    as latents, are left out.
 
     Args:
       samples: the samples, such as those of `held_out(recipe, 100)`.
       drawings: for each sample, in their order, the media [h, w, C] that each generator drew, in -1…1.
     """
     return [
-        (target, made)
+        (_shown(target), _shown(made))
         for sample, by_generator in zip(samples, drawings, strict=True)
         for name, media in by_generator.items()
         for target, made in zip(sample.media[name], media, strict=False)
-        if made.shape[-1] in _CHANNELS
+        if made.ndim == 2 or made.shape[-1] in _CHANNELS
     ]
+
+
+def _shown(medium: np.ndarray) -> np.ndarray:
+    """The medium; a recording [F, M] as a picture in -1…1."""
+    return medium if medium.ndim == 3 else 2 * as_image(medium) - 1
 
 
 def draw_grid(pairs: Sequence[Pair], path: str | Path) -> None:
@@ -49,7 +56,7 @@ def draw_grid(pairs: Sequence[Pair], path: str | Path) -> None:
       pairs: at least one pair of pictures [h, w, C] in -1…1.
       path: the picture; its suffix chooses the format.
     """
-    height, width = (max(side) for side in zip(*(made.shape[:2] for _, made in pairs), strict=True))
+    height, width = (max(side) for side in zip(*(made.shape[:2] for pair in pairs for made in pair), strict=True))
     times = -(-_LEAST // height) if height < _LEAST else 1
     columns = min(_COLUMNS, len(pairs))
     cell = height * times + _GAP, width * times + _GAP

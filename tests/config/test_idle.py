@@ -27,6 +27,8 @@ SOURCE: Bindings = ("Data.sources={'mine': 1.0}", "mine/Source.path='x.json'")
 CALLS: Bindings = ("Model.encoders={'vision': 'vit', 'audio': 'whisper'}", "audio/Layout.rank_offset=8")
 HEARD: Bindings = (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0")
 PAINTED: Bindings = ("Model.generators={'painter': 'dit'}", "painter/Layout.rank_offset=8", "Digits.draw=1.0")
+SOUNDING: Bindings = ("Model.generators={'painter': 'sound-dit'}", "painter/Layout.rank_offset=8")
+SOUNDING += ("Digits.say=1.0", "Data.speaker='painter'")
 STEPPED: Bindings = (*PAINTED, "painter/DiT.process='ddpm'", "painter/DiT.prediction='v'", "painter/DiT.sampler='ddim'")
 FOLDER: Bindings = ("Data.task='folder'", "Data.folder='x'")
 SERVED: Bindings = ("Data.servers=('grpc+tls://host:8815',)",)
@@ -75,6 +77,11 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Digits.level": ("(0.1, 0.2)", (), HEARD),
     "Digits.noise": ("(0.1, 0.2)", (), HEARD),
     "Digits.draw": ("0.5", (), PAINTED),
+    "Digits.say": ("1.0", (*CALLS, "Digits.calls=(1, 1)", "Digits.hear=1.0", "Digits.images=(0, 0)"), SOUNDING),
+    "painter/Vocoder.path": ("'x'", PAINTED, SOUNDING),
+    "painter/Vocoder.iterations": ("9", (*SOUNDING, "painter/Vocoder.path='x'"), SOUNDING),
+    "painter/Latents.path": ("'x'", SOUNDING, PAINTED),
+    "painter/Latents.autoencoder": ("'x'", SOUNDING, PAINTED),
     "Digits.drawn_scale": ("2", (), (*PAINTED,)),
     **{
         f"painter/DiT.{name}": (value, PAINTED, (*PAINTED, "painter/DiT.times='logit_normal'"))
@@ -252,6 +259,19 @@ IDLE |= {
     if key.startswith("painter/DiT.") and key != "painter/DiT.train_steps"
 }
 
+
+def of_sound(bindings: Bindings) -> Bindings:
+    """The same bindings of a generator of recordings in place of one of pictures."""
+    painted = (binding.replace("DiT", "SoundDiT").replace("'dit'", "'sound-dit'") for binding in bindings)
+    return (*(binding for binding in painted if binding != "Digits.draw=1.0"), *SOUNDING[2:])
+
+
+IDLE |= {
+    key.replace("DiT", "SoundDiT"): (value, of_sound(idle), of_sound(active))
+    for key, (value, idle, active) in IDLE.items()
+    if key.startswith("painter/DiT.")
+}
+
 READ = {
     "Train": "steps epochs max_skipped global_batch microbatches schedule lowering seed dtype unroll clip_norm "
     "log_every eval_samples peak_tflops sinks profile_steps debug_nans",
@@ -272,6 +292,9 @@ READ = {
     "rope_share rope_scaling rope_sections norm_eps tied z_loss attention remat",
     "DiT": "preset layers width heads mlp patch channels merge queries frequencies loss_weight activation attention "
     "remat process prediction times drop_condition sampler steps guidance",
+    "SoundDiT": "preset layers width heads mlp patch mels sample_rate window hop edges low high log mean std merge "
+    "queries frequencies loss_weight activation attention remat process prediction times drop_condition sampler steps "
+    "guidance",
     "MMDiT": "preset layers width heads mlp patch channels queries references rope loss_weight activation attention "
     "remat process prediction times drop_condition sampler steps guidance",
     "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
@@ -279,7 +302,6 @@ READ = {
     "process prediction times drop_condition train_steps sampler steps guidance",
     "Projector": "kind norm bias pool inject newline",
     "Packing": "buckets",
-    "Latents": "path autoencoder",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Edge": "index inject levels",

@@ -103,7 +103,11 @@ MADE = {"role": "assistant", "content": [{"type": "image", "generate": True, "he
     [
         (PROMPTS, ("--out=x",), "--out='x': no message ends with a picture to be made; leave it out"),
         (PROMPTS, ("--steps=5",), "--steps=5: no message ends with a picture to be made"),
-        (PROMPTS, ("--generate_size=8x8",), "--out='': is missing: messages ask for pictures; name a directory"),
+        (
+            PROMPTS,
+            ("--generate_size=8x8",),
+            "--out='': is missing: messages ask for pictures or recordings; name a directory",
+        ),
         (PROMPTS, ("--generate_size=8", "--out=x"), "--generate_size='8': must be height x width in pixels"),
         ([[*PROMPTS[0], MADE], PROMPTS[1]], ("--out=x",), "some prompts are answered by text and some by pictures"),
         (

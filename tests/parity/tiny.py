@@ -231,6 +231,29 @@ def speaking(llm: str, vision: str, talker: str, **changes: Any) -> dict[str, An
     return TALKER | _layouts(llm=llm, vision=vision, talker=talker) | changes
 
 
+# A generator of recordings; an LLM token stands for six frames.
+SOUND: dict[str, Any] = {
+    "Model.generators": {"talker": "sound-dit"},
+    "llm/Decoder.vocab": 262,
+    "talker/Packing.buckets": (),
+    "talker/SoundDiT.layers": 2,
+    "talker/SoundDiT.width": 16,
+    "talker/SoundDiT.heads": 4,
+    "talker/SoundDiT.mlp": 24,
+    "talker/SoundDiT.mels": 5,
+    "talker/SoundDiT.patch": 3,
+    "talker/SoundDiT.merge": 2,
+    "talker/SoundDiT.frequencies": 3,
+    "talker/SoundDiT.loss_weight": 0.5,
+    "talker/Projector.hidden": 12,
+}
+
+
+def sounding(llm: str, vision: str, talker: str, **changes: Any) -> dict[str, Any]:
+    """An image encoder, an LLM, and a generator of recordings; layouts as in ``three``."""
+    return SOUND | _layouts(llm=llm, vision=vision, talker=talker) | changes
+
+
 def _layouts(**modules: str) -> dict[str, Any]:
     found, end = {}, 0
     for name, text in modules.items():

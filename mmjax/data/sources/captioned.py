@@ -1,4 +1,4 @@
-"""A folder of pictures, each with its caption in a text file beside it: `a.png` and `a.txt`."""
+"""A folder of pictures or recordings, each with its caption in a text file beside it: `a.png` and `a.txt`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.media import RECORDINGS
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_record
 from mmjax.data.sources.tar import IMAGES
 
@@ -15,12 +16,12 @@ _MOST_TEXT = 1 << 20
 
 
 class CaptionedReader:
-    """A `Reader` of pictures with captions. A place is (number of the picture,), pictures sorted by their paths."""
+    """A `Reader` of pictures and recordings with captions. A place is (number of the file,), sorted by their paths."""
 
     def __init__(self, config: SourceConfig):
         folder = not storage.is_url(config.path) and os.path.isdir(config.path)
         paths = storage.expand(f"{config.path.rstrip('/')}/*" if folder else config.path)
-        self._pictures = [path for path in paths if _ending(path).lower() in IMAGES]
+        self._pictures = [path for path in paths if _ending(path).lower() in (*IMAGES, *RECORDINGS)]
         self._question, self._draw = config.question, config.draw
 
     def files(self) -> Sequence[str]:
@@ -45,7 +46,8 @@ class CaptionedReader:
         def find(name: object, kind: str) -> Media:
             return Media(name=f"{kind} {name!r}", path=str(name))
 
-        return parse_record({"caption": caption, "image": picture}, find, self._question, draw=self._draw)
+        key = "audio" if _ending(picture).lower() in RECORDINGS else "image"
+        return parse_record({"caption": caption, key: picture}, find, self._question, draw=self._draw)
 
 
 def _caption_of(picture: str) -> str:

@@ -1,4 +1,4 @@
-"""The places of pictures that a generator is to make, in the answers of a record's dialogue."""
+"""The places of pictures and recordings that a generator is to make, in the answers of a record's dialogue."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mmjax.data.sources.places import DRAWING, IMAGE, VIDEO, Filled, Find, Place
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import Turn, last_answer
 
-_IN_ANSWERS = "pictures are made in the assistant's turns"
+_IN_ANSWERS = "media are made in the assistant's turns"
 
 
 class Drawings(Places):
-    """Collects the places of pictures to be made: parts of answers, or marks `<drawing>` in answers.
+    """Collects the places of media to be made: parts of answers, or marks `<drawing>` in answers.
 
-    Pictures without a part or a mark come at the end of the last answer.
+    Media without a part or a mark come at the end of the last answer.
 
     Args:
       find: makes a medium from its value.
@@ -31,10 +31,17 @@ class Drawings(Places):
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
         """See `Places.add_part`; "generator" names who makes it. Raises Unusable also for a part of a question."""
         if is_question:
-            raise Unusable(f"{_IN_ANSWERS}: move the picture there, or leave out generate")
+            medium = "recording" if _is_sound(part) else "picture"
+            raise Unusable(f"{_IN_ANSWERS}: move the {medium} there, or leave out generate")
         character = super().add_part(part, is_question=is_question)
-        self._places[-1] = replace(self._places[-1], generator=_name(part.get("generator")))
+        place = replace(self._places[-1], generator=_name(part.get("generator")))
+        if isinstance(place.medium, Media) and _is_sound(part):
+            place = replace(place, medium=replace(place.medium, is_sound=True))
+        self._places[-1] = place
         return character
+
+    def _key(self, part: Mapping[str, Any]) -> str:
+        return "audio" if _is_sound(part) else "image"
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:
         """The places to fill; none for pictures at the end of the last answer."""
@@ -97,10 +104,14 @@ def images_before(turns: Sequence[Turn], images: Sequence[Media]) -> list[list[i
     return before
 
 
-def makes_picture(part: Mapping[str, Any], sort: str) -> bool:
-    """Whether a part of a message is a picture to be made: `"generate": true`.
+def _is_sound(part: Mapping[str, Any]) -> bool:
+    return str(part.get("type")).removesuffix("_url") == "audio"
 
-    Raises Unusable for another medium than an image, and for other values.
+
+def is_made(part: Mapping[str, Any], sort: str) -> bool:
+    """Whether a part of a message is to be made: `"generate": true`.
+
+    Raises Unusable for another medium than an image or a recording, and for other values.
 
     Args:
       part: the part, such as {"type": "image", "image": "a.png", "generate": True}.
@@ -109,9 +120,8 @@ def makes_picture(part: Mapping[str, Any], sort: str) -> bool:
     value = part.get("generate")
     if value is not None and not isinstance(value, bool):
         raise Unusable(f"generate={shown(value)} must be true or false")
-    if value and sort != "image":
-        medium = {"audio": "a recording", "video": "a video"}.get(sort, sort)
-        raise Unusable(f"{medium} is to be made (generate), and generators of pictures are all there are")
+    if value and sort == "video":
+        raise Unusable("a video is to be made (generate), and generators of pictures and recordings are all there are")
     return bool(value)
 
 

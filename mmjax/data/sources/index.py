@@ -64,7 +64,8 @@ class Measured(NamedTuple):
     images: for each image or video, (height, width) of each medium that it becomes. originals: (height, width) of each.
     clips: (frames, frames a second) of each, (0, 0) for an image.
     recordings: number of frames of each.
-    targets: for each picture to be made, the number of its generator, from 0, height and width.
+    targets: for each medium to be made, the number of its generator, from 0, height and width; frames and 0 of a
+      recording.
     references: for each image that a picture is made from, the numbers of the picture and of the image, height, width.
     """
 
@@ -102,7 +103,7 @@ class Index:
       original_ends: int64 [N], the end of each record's rows in `originals` and `clips`.
       recordings: int32 [·], frames of each recording.
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
-      targets: int32 [·, 3], for each picture to be made: the number of its generator, height, width.
+      targets: int32 [·, 3], for each medium to be made: the number of its generator, height and width, or frames and 0.
       target_ends: int64 [N], the end of each record's rows in `targets`.
       references: int32 [·, 4], for each image that a picture is made from: the number of the picture among the record's
         pictures to be made, that of the image in the record, and its height and width as the generator sees it.
@@ -164,7 +165,7 @@ class Index:
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
     def targets_of(self, record: int) -> list[tuple[int, tuple[int, int]]]:
-        """For each of a record's pictures to be made the number of its generator, and (height, width).
+        """For each medium to be made of a record the number of its generator, and (height, width) or (frames, 0).
 
         `record` as in `sizes`.
         """

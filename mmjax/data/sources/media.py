@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from mmjax.data.sources import storage
 from mmjax.data.sources.storage import Unusable
 
+RECORDINGS = ("wav", "flac", "ogg", "oga", "opus", "mp3")
+"""Endings of recordings; the format is recognised by the bytes."""
+_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", *(bytes((255, low)) for low in range(0xE0, 0x100)))
+"""First bytes of the files that the library of recordings may open: it knows many more formats."""
+
+
+def begins_recording(data: bytes) -> bool:
+    """Whether the bytes begin as those of WAV, FLAC, OGG or MP3."""
+    return data.startswith(_BEGINNINGS) and data[8:12] != b"WEBP"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
@@ -21,6 +31,7 @@ class Media:
       is_heard: whether a video's sound track is a recording of the record too.
       is_track: whether it is a recording, the sound track of this video.
       generator: the generator that is to make it; "" leaves that to its record, or to the data's settings.
+      is_sound: whether it is a recording that a generator is to make.
     """
 
     name: str
@@ -30,6 +41,14 @@ class Media:
     is_heard: bool = False
     is_track: bool = False
     generator: str = ""
+    is_sound: bool = False
+
+    @property
+    def sounds(self) -> bool:
+        """Whether it is a recording, by its part of a message, its bytes or the ending of its name."""
+        if self.data is not None:
+            return self.is_sound or begins_recording(self.data)
+        return self.is_sound or self.path.rpartition(".")[2].lower() in RECORDINGS
 
     def read(self, limit: int, head: int | None = None) -> bytes:
         """All bytes; of a file only the first `head`, if that is set.

@@ -29,7 +29,7 @@ _OF_VIDEO = {
     **dict.fromkeys(("resized_height", "resized_width", "video_start", "video_end"), "write another file"),
 }
 """Keys that other libraries read in a video's part, and what to do instead."""
-_KEYS = {"recording": "audio", "drawing": "image"}
+_KEYS = {"recording": "audio"}
 """Types of parts with media of a sort, where the type is another word."""
 _SEEN = ("image", "video")
 """Sorts whose marks, in records that name no medium, mean that media are missing."""
@@ -72,7 +72,7 @@ class Places:
     Add all texts and parts in the order of the dialogue, then call `fill`.
 
     Args:
-      sort: "image", "recording" or "video"; "drawing" for pictures to be made, whose places `Targets` fills.
+      sort: "image", "recording" or "video"; "drawing" for media to be made, whose places `Drawings` fills.
       find: makes a medium from its value.
     """
 
@@ -95,7 +95,7 @@ class Places:
         for key in _OF_VIDEO if self.sort == "video" else ():
             if part.get(key):
                 raise Unusable(f"a video has {key}={str(part[key])[:40]}, which is not read: {_OF_VIDEO[key]}")
-        sort = _KEYS.get(self.sort, self.sort)
+        sort = self._key(part)
         values = [part[key] for key in (sort, f"{sort}_url", "url", "path") if not is_empty(part.get(key))]
         value = values[0] if values else None
         if isinstance(value, Mapping) and not is_empty(value.get("url")):
@@ -110,6 +110,11 @@ class Places:
             is_heard = is_heard or bool(part.get(key))
         self._places.append(Place(is_part=True, is_question=is_question, medium=medium, is_heard=is_heard))
         return PLACES[self.sort]
+
+    def _key(self, part: Mapping[str, Any]) -> str:
+        """The key of a part that has its medium."""
+        del part
+        return _KEYS.get(self.sort, self.sort)
 
     def fill(self, beside: Sequence[object], texts: Sequence[str], *, is_named: bool) -> Filled:
         """Decides which marks are places, and assigns a medium to each place.

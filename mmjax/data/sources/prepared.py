@@ -160,9 +160,11 @@ class PreparedRecords:
         ends = {image: index.image_ends, audio: index.recording_ends}
         for number, name in enumerate(self._records.generators):
             is_made = index.targets[:, 0] == number
-            media[name], ends[name] = index.targets[is_made, 1:], np.cumsum([0, *is_made])[index.target_ends]
+            axes = self._records.encoders[name].axes
+            media[name], ends[name] = index.targets[is_made, 1 : 1 + axes], np.cumsum([0, *is_made])[index.target_ends]
         specs = {name: spec for name, spec in self._records.encoders.items() if len(media[name])}
-        patches = {name: np.prod(media[name] // spec.patch, axis=1) for name, spec in specs.items()}
+        grids = {name: np.stack(spec.grid(*media[name].T), axis=1) for name, spec in specs.items()}
+        patches = {name: np.prod(grid, axis=1) for name, grid in grids.items()}
         for number, name in enumerate(self._records.generators):
             if name in specs and specs[name].references:
                 patches[name] = patches[name] + self._reference_patches(specs[name])[index.targets[:, 0] == number]
@@ -170,7 +172,7 @@ class PreparedRecords:
             tokens=int(index.tokens.max()),
             media={name: int(np.diff(ends[name], prepend=0).max()) for name in specs},
             patches={name: int(counts.max()) for name, counts in patches.items()},
-            sides={name: int(media[name].max()) // spec.patch for name, spec in specs.items()},
+            sides={name: int(grid.max()) for name, grid in grids.items()},
             least={name: int(counts.min()) for name, counts in patches.items()},
         )
 
@@ -196,8 +198,9 @@ class PreparedRecords:
         """The sizes of a record's pictures to be made."""
         targets = self.index.targets_of(number)
         makers = tuple(self._records.generators[generator] for generator, _ in targets)
-        references = self.index.references_of(number)
-        return Targets(makers=makers, sizes=tuple(size for _, size in targets), references=references)
+        axes = [self._records.encoders[maker].axes for maker in makers]
+        sizes = tuple(size[:count] for (_, size), count in zip(targets, axes, strict=True))
+        return Targets(makers=makers, sizes=sizes, references=self.index.references_of(number))
 
     def _images(self, number: int) -> list[Measure]:
         """The sizes of a record's images and videos."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmjax import json_files
-from mmjax.data.sources.drawings import Drawings, makes_picture, with_generators, with_marks
+from mmjax.data.sources.drawings import Drawings, is_made, with_generators, with_marks
 from mmjax.data.sources.keys import TURN, require_plain, shown, unread, weight_of
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, in_text_order, is_empty
@@ -41,7 +41,7 @@ _SORTS = {"image": ("image", "images"), "recording": ("audio", "audios"), "video
 """Keys of a record with its media, by the sort of media; the first is also a type of parts."""
 _TYPES = tuple(single for single, _ in _SORTS.values())
 _TARGETS = ("target", "targets")
-"""Keys of a record with the pictures that a generator is to make."""
+"""Keys of a record with the pictures or recordings that a generator is to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class Record:
         them mark the places of the media.
       images: its images and videos, in the order of their marks; those without a mark come first, videos after images.
       recordings: its recordings, in the order of their marks.
-      targets: the pictures that generators are to make, in the order of their marks, `<drawing>`, in answers.
+      targets: the pictures and recordings that generators are to make, in the order of their marks, `<drawing>`, in
+        answers.
       system: its system prompt; "" = the source's.
       tools: descriptions of the tools that the model may call.
       id: its id in the data, for messages; "" without one.
@@ -130,8 +131,8 @@ def parse_record(
     or, as in Hugging Face's data, a list of parts of type "text", "image", "audio" or "video". A part may have a
     medium; else it takes the record's next one.
 
-    Pictures to be made are in `target` or `targets`, or are parts of answers with `"generate": true`. A caption, text
-    or `instruction` beside them is the user's, behind `question`, and an answer to it may be left out.
+    Pictures and recordings to be made are in `target` or `targets`, or are parts of answers with `"generate": true`. A
+    caption, text or `instruction` beside them is the user's, behind `question`, and an answer to it may be left out.
 
     Args:
       value: the object, with the keys above.
@@ -139,7 +140,7 @@ def parse_record(
         `lambda value, kind: Media(name=value, path=f"images/{value}")`.
       question: the question that a caption answers.
       is_prompt: whether the dialogue ends before an answer, which is to be generated.
-      draw: whether the images of a caption are to be made of it.
+      draw: whether the images of a caption, or its recordings, are to be made of it.
 
     Returns:
       `turns`, in whose texts "<image>", "<video>", "<recording>" and "<drawing>" mark the places of media, and `images`
@@ -168,10 +169,11 @@ def _with_targets(value: Mapping[str, Any], *, draw: bool) -> Mapping[str, Any]:
     key = _caption_key(value)
     if not (draw and key) or _makes(value):
         return value
-    images = _listed(value, *_SORTS["image"])
-    if not images:
-        raise Unusable(f"a {key} without the picture that is to be made of it (Source.draw)")
-    return {**{key: item for key, item in value.items() if key not in _SORTS["image"]}, "targets": images}
+    sort = "image" if _listed(value, *_SORTS["image"]) else "recording"
+    targets = _listed(value, *_SORTS[sort])
+    if not targets:
+        raise Unusable(f"a {key} without the picture or recording that is to be made of it (Source.draw)")
+    return {**{key: item for key, item in value.items() if key not in _SORTS[sort]}, "targets": targets}
 
 
 def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: bool) -> Record:
@@ -191,7 +193,7 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
     ]
     to_make = drawings.fill(_listed(value, *_TARGETS), texts, is_named=_makes(value))
     if is_prompt and to_make.media:
-        raise Unusable("a prompt has a picture to be made: leave out targets and generate")
+        raise Unusable("a prompt has a medium to be made: leave out targets and generate")
     if not any(of_kind.media for of_kind in (*filled, to_make)):
         _require_no_medium(value, question)
     written: list[Turn] = []
@@ -331,7 +333,7 @@ def _content(turn: Mapping[str, Any], key: str, places: Sequence[Places], *, is_
             for of_kind in places:
                 of_kind.add_text(texts[-1], is_question=is_question)
         elif sort in _TYPES and places:
-            of_kind = places[-1 if makes_picture(part, sort) else _TYPES.index(sort)]
+            of_kind = places[-1 if is_made(part, sort) else _TYPES.index(sort)]
             texts.append(of_kind.add_part(part, is_question=is_question))
         else:
             legal = "text, image, audio and video" if places else "text"

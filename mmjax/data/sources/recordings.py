@@ -16,15 +16,13 @@ import numpy as np
 
 from mmjax.configurable import ConfigError
 from mmjax.data.sources.config import SourceConfig
-from mmjax.data.sources.media import Media
+from mmjax.data.sources.media import Media, begins_recording
 from mmjax.data.sources.sound_tracks import read_track, track_of
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.types import EncoderSpec
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 """Soundfile's names; WAVEX is WAV with an EXTENSIBLE header."""
-_BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"fLaC", b"OggS", b"ID3", *(bytes((255, low)) for low in range(0xE0, 0x100)))
-"""First bytes of the files that the library may open: it knows many more formats."""
 _MOST_CHUNKS = 1 << 12
 _RATES, _MOST_CHANNELS = range(1000, 768_001), 64
 _BLOCK = 1 << 16
@@ -36,7 +34,10 @@ _PIPED = 0x7FFF_F000
 
 
 class Recordings:
-    """Makes media of a source's recordings for an encoder: call it with the bytes of a recording.
+    """Makes media of a source's recordings for an encoder, or for a generator that is to make them.
+
+    Call it with the bytes of a recording. Silence follows it up to whole LLM tokens of an encoder; a generator's media
+    end with the recording.
 
     Args:
       config: the source; `max_seconds` limits a recording.
@@ -46,12 +47,12 @@ class Recordings:
     def __init__(self, config: SourceConfig, spec: EncoderSpec):
         assert spec.log_mel is not None
         self.spec, self._log_mel, self._seconds = spec, spec.log_mel, config.max_seconds
-        self._config = config
+        self._config, self._multiple = config, 1 if spec.sounds else spec.block
 
     def frames(self, data: bytes) -> int:
         """Number of frames F of the medium of a recording, from its header. Raises Unusable if it cannot be read."""
         with _opened(data) as file:
-            return self._log_mel.frames(self._resampled(self._count(file), file.samplerate), self.spec.block)
+            return self._log_mel.frames(self._resampled(self._count(file), file.samplerate), self._multiple)
 
     def __call__(self, data: bytes) -> np.ndarray:
         """Log-mel frames [F, M] of a recording, float32; F is `frames(data)`. Raises Unusable if it is damaged."""
@@ -64,16 +65,16 @@ class Recordings:
             raise Unusable("the recording is truncated")
         if not np.isfinite(samples).all():
             raise Unusable("the recording has samples that are not finite")
-        return self._log_mel(resample(samples, length), self.spec.block)
+        return self._log_mel(resample(samples, length), self._multiple)
 
     def track_frames(self, media: Media) -> int:
         """Number of frames F of the medium of a video's sound track, from its header. Raises Unusable as `track_of`."""
-        return self._log_mel.frames(self._resampled(*track_of(media, self._config)), self.spec.block)
+        return self._log_mel.frames(self._resampled(*track_of(media, self._config)), self._multiple)
 
     def track(self, media: Media) -> np.ndarray:
         """Log-mel frames [F, M] of a video's sound track, float32. Raises Unusable as `read_track`."""
         track, samples = read_track(media, self._config)
-        return self._log_mel(resample(samples, self._resampled(*track)), self.spec.block)
+        return self._log_mel(resample(samples, self._resampled(*track)), self._multiple)
 
     def _count(self, file: Any) -> int:
         """Number of samples that are read."""
@@ -111,7 +112,7 @@ def _library() -> tuple[Any, type[Any]]:
 def _opened(data: bytes) -> Iterator[Any]:
     """Opens a recording to be read by blocks. Raises Unusable if it is none, or breaks off."""
     soundfile, stream = _library()
-    if not data.startswith(_BEGINNINGS):
+    if not begins_recording(data):
         raise Unusable("no WAV, FLAC, OGG or MP3 recording")
     try:
         with stream(io.BytesIO(_mended(data))) as file:

@@ -17,17 +17,17 @@ from typing import Any
 
 from mmjax.data.sources import storage
 from mmjax.data.sources.config import SourceConfig
+from mmjax.data.sources.media import RECORDINGS
 from mmjax.data.sources.record import Entry, Media, Record, Unusable, parse_json, parse_record
 
 IMAGES = ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "dib", "tif", "tiff", "avif", "image", "img")
-RECORDINGS = ("wav", "flac", "ogg", "oga", "opus", "mp3")
-"""Endings of members that are media; the format is recognised by the bytes."""
+"""Endings of members that are images; the format is recognised by the bytes."""
 _TEXTS = ("json", "txt")
 _TURNS = ("conversations", "messages", "question", "answer")
 _NAMES = ("image", "images", "audio", "audios", "file_name")
 """Keys of a sample's JSON that name its media in other layouts; they are ignored."""
 _TARGETS = ("target", "targets")
-"""Keys of a sample's JSON that name the members that are pictures to be made."""
+"""Keys of a sample's JSON that name the members that are to be made."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -112,7 +112,7 @@ def record_of(data: bytes, question: str, *, draw: bool = False) -> Record:
     Args:
       data: the bytes of the tar.
       question: the question that a caption answers; "" for none.
-      draw: whether the images of a caption are to be made of it.
+      draw: whether the images or recordings of a caption are to be made of it.
 
     Raises Unusable if a member is refused, or the sample cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Latents of pictures that a generator is to make, in place of the pictures: made ahead, or blank ones of prompts."""
+"""Media that a generator is to make: pictures, their latents, made ahead or blank ones of prompts, or recordings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mmjax.data.latents import LatentStore, key_of
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.media import Media
+from mmjax.data.sources.recordings import Recordings
 from mmjax.data.sources.sizes import Size, Step, stretched
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.sources.target_pictures import (
@@ -24,10 +25,13 @@ from mmjax.data.types import BLANK, EncoderSpec
 
 
 class Targets(Protocol):
-    """Makes the media that a generator is to make of a source's pictures."""
+    """Makes the media that a generator is to make of a source's pictures or recordings."""
 
     def measure_file(self, image: Media, *, alone: bool) -> Measure:
-        """The size of the medium that an encoded picture becomes. Raises Unusable if it has none."""
+        """The size of the medium that an encoded picture or recording becomes; (frames, 0) of the latter.
+
+        Raises Unusable if it has none.
+        """
         ...
 
     def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
@@ -65,6 +69,8 @@ def targets_of(name: str, config: SourceConfig, generators: dict[str, EncoderSpe
             makers[generator] = BlankLatents(name, config, spec)
         elif spec.latents:
             makers[generator] = TargetLatents(config, generator, spec)
+        elif spec.sounds:
+            makers[generator] = TargetRecordings(config, spec)
         elif makes_pictures(spec):
             makers[generator] = TargetPictures(name, config, generator, spec)
     return makers
@@ -124,6 +130,39 @@ class TargetLatents:
             fix = "run python -m mmjax.latents over all pictures"
             raise Unusable(f"it has no latent in {self._store.folder}; {fix}")
         return key
+
+
+class TargetRecordings:
+    """Recordings as log-mel frames; they end with the recording, or at ``Source.max_seconds``.
+
+    Args:
+      config: the source.
+      spec: the generator's spec.
+    """
+
+    files = ()
+
+    def __init__(self, config: SourceConfig, spec: EncoderSpec):
+        self._recordings, self._limit = Recordings(config, spec), config.byte_limit
+
+    def measure_file(self, image: Media, *, alone: bool) -> Measure:
+        """The number of frames of a recording. Raises Unusable if it cannot be read."""
+        del alone
+        size = self._recordings.frames(image.read(self._limit)), 0
+        return Measure(size, [size])
+
+    def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
+        """The frames of a recording, float32 [F, M]."""
+        del alone
+        return [self._recordings(data)]
+
+    def reference_size(self, image: Media) -> Size:
+        """Raises Unusable: no recording is made from pictures."""
+        raise Unusable(f"{image.name}: recordings are made from no pictures")
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """Raises Unusable, as ``reference_size`` does."""
+        raise Unusable("recordings are made from no pictures")
 
 
 class BlankLatents(Pictures):

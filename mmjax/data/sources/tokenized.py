@@ -34,6 +34,9 @@ from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec
 
 Item = TypeVar("Item")
+_OF_PICTURES = ("picture", "Data.generator", {"painter": "dit"})
+_OF_SOUND = ("recording", "Data.speaker", {"talker": "sound-dit"})
+"""What a generator makes, the setting that names it, and a model with one."""
 _MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
 """Limits of texts. A text that is far too long for a row is not encoded: that takes a hundred times its memory."""
 
@@ -67,17 +70,17 @@ class TokenizedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The pictures of a record that generators are to make, in the order of their places.
+    """The pictures and recordings of a record that generators are to make, in the order of their places.
 
     Attributes:
       makers: the name of the generator of each.
-      sizes: height and width of each.
+      sizes: height and width of each, or frames.
       references: for each, the images that it is made from: the number of the image in the record, and its size as the
         generator sees it.
     """
 
     makers: tuple[str, ...] = ()
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
     references: tuple[tuple[tuple[int, Size], ...], ...] = ()
 
     def first(self, count: int) -> Targets:
@@ -85,8 +88,8 @@ class Targets:
         return Targets(makers=self.makers[:count], sizes=self.sizes[:count], references=self.references[:count])
 
     @property
-    def by_generator(self) -> dict[str, list[Size]]:
-        """The sizes of the pictures of each generator."""
+    def by_generator(self) -> dict[str, list[tuple[int, ...]]]:
+        """The sizes of the media of each generator."""
         return self._by_maker(self.sizes)
 
     @property
@@ -141,7 +144,11 @@ class RecordTokenizer:
             self.template = config.chat(data.tokenizer)
         except ConfigError as error:
             raise ConfigError(f"{name}/{error}") from None
-        self.image, self.audio, self._generator = data.image_encoder, data.audio_encoder, data.generator
+        self.image, self.audio, self._makers = (
+            data.image_encoder,
+            data.audio_encoder,
+            {False: data.generator, True: data.speaker},
+        )
         image, audio = encoders.get(self.image), encoders.get(self.audio)
         generators = {generator: spec for generator, spec in encoders.items() if spec.drawn and not spec.codes}
         self.encoders = {
@@ -210,11 +217,12 @@ class RecordTokenizer:
 
     def _measured_targets(self, record: Record) -> Targets:
         """The sizes of a record's pictures to be made. Raises Unusable if no generator makes them, or one is broken."""
-        makers, sizes = list[str](), list[Size]()
+        makers, sizes = list[str](), list[tuple[int, ...]]()
         for medium in record.targets:
             name = self._maker(medium)
+            axes = self.encoders[name].axes
             with self.naming(medium, name, makers.count(name)):
-                sizes += self.drawings[name].measure_file(medium, alone=True).media
+                sizes += [size[:axes] for size in self.drawings[name].measure_file(medium, alone=True).media]
             makers.append(name)
         before = images_before(record.dialogue, record.images) if record.targets else []
         references = [
@@ -233,21 +241,21 @@ class RecordTokenizer:
         with self.naming(record.images[number], self.image, number):
             return number, self.drawings[generator].reference_size(record.images[number])
 
-    def _maker(self, medium: Media) -> str:
-        """The generator of a picture to be made: the one that it names, `Data.generator`, or the only one."""
-        generators = self.generators
+    def _maker(self, target: Media) -> str:
+        """The generator of a medium to be made: the one that it names, that of the data's settings, or the only one."""
+        medium, setting, default = _OF_SOUND if target.sounds else _OF_PICTURES
+        generators = [name for name in self.generators if self.encoders[name].sounds == target.sounds]
         if not generators:
-            fix = "set Model.generators to {'painter': 'dit'}"
-            raise Unusable(f"it has a picture to be made, and no generator of the model makes one: {fix}")
+            fix = f"set Model.generators to {default}"
+            others = f" ({', '.join(map(repr, self.generators))} of other media)" if self.generators else ""
+            raise Unusable(f"it has a {medium} to be made, and no generator of the model makes one{others}: {fix}")
         legal = " or ".join(map(repr, generators))
-        if medium.generator and medium.generator not in generators:
-            raise Unusable(f"generator={medium.generator!r} makes no pictures in the model; name {legal}")
-        is_only = len(generators) == 1 and self._generator not in generators
-        name = medium.generator or (generators[0] if is_only else self._generator)
+        if target.generator and target.generator not in generators:
+            raise Unusable(f"generator={target.generator!r} makes no {medium}s in the model; name {legal}")
+        is_only = len(generators) == 1 and self._makers[target.sounds] not in generators
+        name = target.generator or (generators[0] if is_only else self._makers[target.sounds])
         if name not in generators:
-            raise Unusable(
-                f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
-            )
+            raise Unusable(f"{setting}={name!r} makes no {medium}s in the model; name {legal}, there or in the record")
         if name not in self.drawings:
             channels = self.encoders[name].channels
             made = "python -m mmjax.latents makes of the pictures"
@@ -256,9 +264,13 @@ class RecordTokenizer:
         return name
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
-        """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
-        pairs = zip(targets.makers, targets.sizes, strict=True)
-        return tuple((self.generators.index(maker), *size) for maker, size in pairs)
+        """The media of `targets`: the number of the generator among `generators`, and two numbers of the size.
+
+        They are height and width, or frames and 0.
+        """
+        numbers = (self.generators.index(maker) for maker in targets.makers)
+        pairs = zip(numbers, targets.sizes, strict=True)
+        return tuple((number, size[0], size[1] if len(size) > 1 else 0) for number, size in pairs)
 
     def numbered_references(self, targets: Targets) -> tuple[tuple[int, int, int, int], ...]:
         """The references of all pictures: the number of the picture, that of the image, its height and its width."""

@@ -7,9 +7,11 @@ from mmjax.data.tasks.task import Task, TaskContext
 
 
 class Records(Task):
-    """The task of records, which may have pictures to be made."""
+    """The task of records, which may have pictures and recordings to be made."""
 
     drawing_fix = "Source.draw to True for captions, or name pictures in records as targets"
+
+    saying_fix = drawing_fix.replace("pictures", "recordings")
 
     @property
     def draws(self) -> bool | None:
@@ -21,6 +23,7 @@ class Folder(Records):
     """Images and a data.jsonl in `Data.folder`."""
 
     drawing_fix = ""
+    saying_fix = ""
 
     @property
     def media(self) -> tuple[str, ...]:

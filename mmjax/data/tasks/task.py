@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from mmjax.configurable import one_of, require
 from mmjax.data.config import DataConfig
+from mmjax.data.log_mel import LogMel
 from mmjax.data.source import Source
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.known_records import KnownRecords
@@ -64,12 +65,14 @@ class Task:
       media: the media of its samples, "image" or "recording"; None if they are known only when samples are read.
       draws: whether some samples have a picture to be drawn by `Data.generator`; None if that is known only when they
         are read.
+      says: whether some samples have a recording to be made by `Data.speaker`; None as for `draws`.
       drawing_fix: the setting, and its value, with which samples have such pictures, as in "Digits.draw to 1.0"; "" if
         there is none. It is part of a message.
+      saying_fix: the same of such recordings.
       codes: the number of codes in which `Data.speaker` speaks a sample's last answer; 0 if answers are not spoken.
       unit: the unit of a right answer; "digit" names the scores `digit_accuracy` and "digits right".
       scores: further scores of answers by name; a figure of `eval.jsonl` is the mean of one over samples.
-      reads_drawings: whether drawings are scored, by `read_drawing`.
+      reads_drawings: whether what is drawn is scored, by `read_drawing`, or `read_recording`.
       exchanges: whether evaluation also exchanges media between samples, which then all have room for each other's.
     """
 
@@ -77,6 +80,7 @@ class Task:
 
     Config: ClassVar[type[Any] | None] = None
     drawing_fix: ClassVar[str] = ""
+    saying_fix: ClassVar[str] = ""
     codes: ClassVar[int] = 0
     unit: ClassVar[str] = "character"
     scores: ClassVar[Mapping[str, Score]] = {}
@@ -92,6 +96,11 @@ class Task:
     def draws(self) -> bool | None:
         """See the attributes."""
         return False
+
+    @property
+    def says(self) -> bool | None:
+        """See the attributes; by default as for pictures where that is unknown."""
+        return None if self.draws is None else False
 
     def open(self, context: TaskContext) -> Source:
         """Opens the samples of `context.split`. They are picklable. Raises ConfigError if they do not fit the model."""
@@ -110,6 +119,13 @@ class Task:
     def read_drawing(self, drawing: Any, count: int) -> str:
         """The first `count` units that are recognised in a drawing, as text; `drawing` is [h, w, C], in -1…1."""
         raise NotImplementedError(f"{type(self).__name__} defines no read_drawing(drawing, count)")
+
+    def read_recording(self, frames_FM: Any, count: int, log_mel: LogMel) -> str:
+        """The first `count` units that are recognised in a recording that was made, as text.
+
+        Its log-mel frames are those that `log_mel` makes of recordings.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no read_recording(frames_FM, count, log_mel)")
 
     def changes(self, global_batch: int) -> Mapping[int, str]:
         """Changes of the training samples, in words, by the first step (from 1) with each: {251: "up to 4 digits"}.

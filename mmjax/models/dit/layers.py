@@ -1,4 +1,4 @@
-"""Diffusion transformer over packed patches: a generator of pictures, conditioned on an LLM's hidden states.
+"""Diffusion transformer over packed patches: a generator of pictures or sound, conditioned on an LLM's hidden states.
 
 The model sees patches with noise in them, and says what the noise process asks for: with the defaults it learns by flow
 matching, the velocity noise - x (see ``mmjax.data.process``). The time t shifts, scales and gates every
@@ -7,8 +7,10 @@ feature per patch made from the LLM's hidden states, is added to the patch. Shif
 Fourier features of t, in each layer, and modify a plain pre-norm block. So only the residual stream of rows is sent
 from stage to stage.
 
+Patches of a recording are frames one after another; their positions are those of a picture of one column.
+
 Shapes: R rows, T patches per row, D width, E numbers in a patch, Q Fourier features. A row holds the patches of several
-pictures; segment ids keep them apart and segment 0 is padding.
+media; segment ids keep them apart and segment 0 is padding.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.models.context import Context
-from mmjax.models.dit.config import DiTConfig
+from mmjax.models.dit.config import DiTBlocks
 from mmjax.models.layers import Params, linear, rotate_2d
 from mmjax.models.module import Block
 from mmjax.models.norms import normalise
@@ -34,23 +36,23 @@ _MODULATION = nnx.initializers.normal(0.02)
 class DiTLayer(nnx.Module):
     """Parameters of one block: "modulation", "attn" and "mlp"; its norms have no scale and bias."""
 
-    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+    def __init__(self, c: DiTBlocks, rngs: nnx.Rngs):
         self.modulation = Affine(2 * c.frequencies, 6 * c.width, rngs, _MODULATION)
         self.attn, self.mlp = Attention(c, rngs), Mlp(c, rngs)
 
 
 class _Stem(nnx.Module):
-    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+    def __init__(self, c: DiTBlocks, rngs: nnx.Rngs):
         self.patch = Affine(c.patch_values, c.width, rngs)
 
 
 class _Last(nnx.Module):
-    def __init__(self, c: DiTConfig, rngs: nnx.Rngs):
+    def __init__(self, c: DiTBlocks, rngs: nnx.Rngs):
         self.last_modulation = Affine(2 * c.frequencies, 2 * c.width, rngs, _MODULATION)
         self.velocity = Affine(c.width, c.patch_values, rngs)
 
 
-def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
+def parts(c: DiTBlocks, *, first: bool, last: bool) -> tuple[Part, ...]:
     """The parameters outside of layers of a stage that is the module's ``first``, its ``last``, or both; () for
     neither.
 
@@ -71,7 +73,7 @@ def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"], queries: int = 
     return jnp.pad(x_RTD, ((0, 0), (queries, 0), (0, 0)))
 
 
-def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
+def time_features(c: DiTBlocks, times_RT: Float[Array, "R T"]) -> Float[Array, "R T Q"]:
     """cos(π k t), then sin(π k t), for k = 1 … ``c.frequencies``, so Q is 2 · ``frequencies``; in fp32.
 
     ``times_RT`` are the times of the patches' pictures in their process, which t puts into 0…1.
@@ -82,15 +84,15 @@ def time_features(c: DiTConfig, times_RT: Float[Array, "R T"]) -> Float[Array, "
     return jnp.concatenate([jnp.cos(angles_RTQ), jnp.sin(angles_RTQ)], axis=-1)
 
 
-def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
+def block(c: DiTBlocks, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:
     """The function of one layer, (x [R, T, D], its parameters) -> [R, T, D], over rows of packed pictures.
 
     The parameters are a dict with "modulation", "attn" and "mlp".
 
     Args:
       c: the settings.
-      context: such as ``Context.of(axes, inputs, "full")``; its inputs are "segments", "positions" [R, T, 2] and
-        "times".
+      context: such as ``Context.of(axes, inputs, "full")``; its inputs are "segments", "positions" [R, T, 2], of a
+        recording [R, T, 1], and "times".
       x_RTD: the input of the first layer, of which the dtype is read.
 
     Raises:
@@ -102,6 +104,7 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
         times_RT = jnp.concatenate([of_row_RN, times_RT], axis=1)
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     positions_RT2 = context.tokens.positions
+    positions_RT2 = jnp.pad(positions_RT2, ((0, 0), (0, 0), (0, 2 - positions_RT2.shape[-1])))
 
     def layer(x_RTD: Array, p: Params) -> Array:
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = _modulation(p["modulation"], features_RTQ, 6)
@@ -115,7 +118,7 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
 
 
 def velocity(
-    p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"], queries: int = 0
+    p: Params, c: DiTBlocks, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"], queries: int = 0
 ) -> Float[Array, "R T E"]:
     """The last stage's prediction for each patch, such as its velocity, in fp32.
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
+import numpy as np
 from jaxtyping import Array, Float
 
+from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.denoiser import Denoiser
 from mmjax.models.dit import layers
-from mmjax.models.dit.config import DiTConfig
+from mmjax.models.dit.config import DiTBlocks, DiTConfig, SoundDiTConfig
 from mmjax.models.layers import Params
-from mmjax.models.module import LayerGroup
+from mmjax.models.module import HostInputs, LayerGroup, Predict
 from mmjax.models.parameters import Part
 
 
@@ -20,9 +24,9 @@ from mmjax.models.parameters import Part
 class DiffusionTransformer(Denoiser):
     """A generator of pictures from noise; tokens of other modules are added to the features of noisy patches."""
 
-    config: DiTConfig
+    config: DiTBlocks
 
-    Config = DiTConfig
+    Config: ClassVar[type[DiTBlocks]] = DiTConfig
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -53,3 +57,41 @@ class DiffusionTransformer(Denoiser):
         """
         queries = context.part_of(self.config.queries)
         return layers.velocity(p, self.config, x, context.inputs["times"], queries)
+
+
+@dataclass(frozen=True)
+class SoundTransformer(DiffusionTransformer):
+    """A generator of recordings: the same transformer over patches of log-mel frames.
+
+    Frames of a last patch that are behind the end of the recording are zeros, in training and in drawing, and have no
+    weight in the loss.
+    """
+
+    config: SoundDiTConfig
+
+    Config = SoundDiTConfig
+
+    def draw(self, inputs: Sequence[HostInputs], predict: Predict) -> list[np.ndarray]:
+        """The patches of recordings, as ``Denoiser.draw`` says; where noise is 0, which only padding is, 0."""
+        is_noise = [of_one["patches"] != 0 for of_one in inputs]
+
+        def predict_frames(inputs: Sequence[HostInputs]) -> list[np.ndarray]:
+            return [np.where(mask, of_one, 0) for mask, of_one in zip(is_noise, predict(inputs), strict=True)]
+
+        return super().draw(inputs, predict_frames)
+
+    @property
+    def medium(self) -> EncoderSpec:
+        """The cutting of a recording into patches, for the data side."""
+        c = self.config
+        return EncoderSpec(
+            patch=c.patch,
+            merge=c.merge,
+            channels=c.mels,
+            axes=1,
+            special=c.queries,
+            queries=c.queries,
+            log_mel=c.log_mel,
+            drawn=True,
+            process=c.noising,
+        )

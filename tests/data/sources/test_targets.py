@@ -164,11 +164,11 @@ def test_a_folders_template_writes_it_too(name: str, tmp_path: Path) -> None:
 WRONG: dict[str, tuple[Any, str]] = {
     "a picture in a question": (
         {"messages": [message("user", image("a", **MADE)), message("assistant", "x")]},
-        "turn 1: pictures are made in the assistant's turns: move the picture there, or leave out generate",
+        "turn 1: media are made in the assistant's turns: move the picture there, or leave out generate",
     ),
     "a mark in a question": (
         {"question": "a <drawing>", "targets": "b.png"},
-        "a mark <drawing> stands in a question: pictures are made in the assistant's turns; move it to the answer",
+        "a mark <drawing> stands in a question: media are made in the assistant's turns; move it to the answer",
     ),
     "too many marks": (
         {"question": "a", "answer": "<drawing> <drawing>", "targets": "b.png"},
@@ -183,11 +183,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "one outside": ({"question": "a", "targets": "../x.png"}, "'../x.png' leads out of the folder of media"),
     "a recording": (
         {"messages": [message("user", "x"), message("assistant", {"type": "audio", "audio": "a.wav", **MADE})]},
-        "turn 2: a recording is to be made (generate), and generators of pictures are all there are",
+        "it has a recording to be made, and no generator of the model makes one ('painter' of other media): set",
     ),
     "a video": (
         {"messages": [message("user", "x"), message("assistant", {"type": "video", "video": "a.mp4", **MADE})]},
-        "turn 2: a video is to be made (generate), and generators of pictures are all there are",
+        "turn 2: a video is to be made (generate), and generators of pictures and recordings are all there are",
     ),
     "no boolean": (
         {"messages": [message("user", "x"), message("assistant", image("a", generate="yes"))]},
@@ -348,7 +348,7 @@ def test_captions_lead_to_pictures_in_every_layout(tmp_path: Path) -> None:
         f"it has no caption: write {folder}/b.txt"
     ]
     (folder / "none.jsonl").write_text(json.dumps({"text": "a cat"}))
-    with pytest.raises(ConfigError, match="a text without the picture that is to be made of it"):
+    with pytest.raises(ConfigError, match="a text without the picture or recording that is to be made of it"):
         opened(folder, SourceConfig(path=str(folder / "none.jsonl"), draw=True), encoders=SPECS)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from mmjax.configurable import configurable, not_negative, positive, require
 
 IMAGE_QUESTIONS, CALL_QUESTIONS, JOINT_QUESTIONS = ("read", "count", "sum"), ("hear",), ("both", "same")
-DRAW = "draw"
-QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW)
+DRAW, SAY = "draw", "say"
+QUESTION_KINDS = (*IMAGE_QUESTIONS, *CALL_QUESTIONS, *JOINT_QUESTIONS, DRAW, SAY)
 MOST_MEDIA, MOST_DIGITS = 4, 6
 
 
@@ -25,6 +25,7 @@ class DigitsConfig:
     hear: the frequency of the question about a call. both, same: the frequencies of the questions about an image and a
     call (to read both; whether their digits are the same).
     draw: of drawing the digits of an image or a call, as others have written them, and saying them.
+    say: of saying the digits of an image by a recording, in which they are dialled, and in words.
     drawn_scale: pixels of a side of the square that a pixel of a drawn digit fills.
     turns: questions asked about each training sample (evaluation asks one).
     curriculum: pairs (from this training sample on, at most so many digits), ascending; () = none.
@@ -47,6 +48,7 @@ class DigitsConfig:
     both: float = 0.0
     same: float = 0.0
     draw: float = 0.0
+    say: float = 0.0
     drawn_scale: int = 1
     turns: int = 1
     curriculum: tuple[tuple[int, int], ...] = ()
@@ -74,10 +76,11 @@ class DigitsConfig:
         if not self.draw:
             reasons["drawn_scale"] = f"Digits.draw={self.draw}: nothing is drawn"
         if not self.calls[1]:
-            names = ("tone", "gap", "level", "noise", *CALL_QUESTIONS, *JOINT_QUESTIONS)
+            of_calls = () if self.say and self.images[1] else ("tone", "gap", "level", "noise")
+            names = (*of_calls, *CALL_QUESTIONS, *JOINT_QUESTIONS)
             reasons |= dict.fromkeys(names, f"Digits.calls={self.calls}: no sample has a call")
         if not self.images[1]:
-            names = (*(() if self.draw else ("scale", "aspect", "distortion")), *IMAGE_QUESTIONS, *JOINT_QUESTIONS)
+            names = (*(() if self.draw else ("scale", "aspect", "distortion")), *IMAGE_QUESTIONS, *JOINT_QUESTIONS, SAY)
             reasons |= dict.fromkeys(names, f"Digits.images={self.images}: no sample has an image")
         return reasons
 
@@ -88,6 +91,7 @@ class DigitsConfig:
             *(CALL_QUESTIONS if calls else ()),
             *(JOINT_QUESTIONS if images and calls else ()),
             DRAW,
+            *((SAY,) if images else ()),
         )
         return tuple(kind for kind in possible if getattr(self, kind) > 0)
 

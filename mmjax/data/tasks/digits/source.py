@@ -20,7 +20,8 @@ from mmjax.data.config import DataConfig
 from mmjax.data.log_mel import LogMel
 from mmjax.data.noise import SPLITS, with_noise
 from mmjax.data.sample import build_meta, build_sample, encode_dialogue
-from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, DigitsConfig
+from mmjax.data.sources.places import DRAWING
+from mmjax.data.tasks.digits.config import CALL_QUESTIONS, DRAW, IMAGE_QUESTIONS, QUESTION_KINDS, SAY, DigitsConfig
 from mmjax.data.tasks.digits.dtmf import CallPlan, longest_call, plan_call, render_call, spoken
 from mmjax.data.tiles import token_count
 from mmjax.data.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
 HELD_OUT = 360  # the last images of the data set: evaluated on, never trained on
 SIDE = 8  # pixels of a digit in the data set
+_CALL = 5  # separates the random numbers of calls to be made from a sample's other ones
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
@@ -71,6 +73,7 @@ class SamplePlan:
     """A sample before its pixels and sounds exist: its images, its calls, its question–answer turns and their kinds.
 
     drawn: the data set indices of the digits that are to be drawn, () = nothing is.
+    said: the call that is to be made, None = nothing is.
     """
 
     rows: tuple[RowPlan, ...]
@@ -78,6 +81,7 @@ class SamplePlan:
     kinds: tuple[str, ...] = ()
     calls: tuple[CallPlan, ...] = ()
     drawn: tuple[int, ...] = ()
+    said: CallPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ class Question:
         image, dialled = f"the {ORDINALS[self.image]} image", "what was dialled"
         if self.kind == DRAW and not self.dialled:
             return f"draw {image} <drawing>"
+        if self.kind == SAY:
+            return f"say {image} <drawing>"
         if self.kind in IMAGE_QUESTIONS:
             return f"{self.kind} {image}"
         if calls > 1:
@@ -118,7 +124,9 @@ class Question:
             return f"{label} {dialled[self.call]}"
         if self.kind == "same":
             return "yes" if label == dialled[self.call] else "no"
-        return {"read": label, DRAW: label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[self.kind]
+        return {"read": label, DRAW: label, SAY: label, "count": str(len(label)), "sum": str(sum(map(int, label)))}[
+            self.kind
+        ]
 
 
 def _compared(rng: np.random.Generator, label: str, unrelated: str) -> str:
@@ -170,9 +178,9 @@ def _of_digit(split: str, digit: int) -> np.ndarray:
 
 
 def _drawing_first(questions: Sequence[Question]) -> list[Question]:
-    """The questions with at most one drawing, in the first place: media belong to the first question."""
-    drawings = [question for question in questions if question.kind == DRAW]
-    return drawings[:1] + [question for question in questions if question.kind != DRAW]
+    """The questions with at most one medium to be made, in the first place: media belong to the first question."""
+    makes = [question for question in questions if question.kind in (DRAW, SAY)]
+    return makes[:1] + [question for question in questions if question not in makes]
 
 
 class DigitsSource:
@@ -230,6 +238,7 @@ class DigitsSource:
             kinds=tuple(question.kind for question in chosen),
             calls=calls,
             drawn=self._drawn(index, turns[0][1]) if chosen[0].kind == DRAW else (),
+            said=self._said(index, turns[0][1]) if chosen[0].kind == SAY else None,
         )
 
     def _drawn(self, index: int, digits: str) -> tuple[int, ...]:
@@ -237,13 +246,18 @@ class DigitsSource:
         rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, 1])
         return tuple(int(rng.choice(_of_digit(self.split, int(digit)))) for digit in digits)
 
+    def _said(self, index: int, digits: str) -> CallPlan:
+        """A call in which these digits are dialled."""
+        rng = np.random.default_rng([self.seed, SPLITS.index(self.split), index, _CALL])
+        return plan_call(rng, digits, self.config, self._spoken_frames.sample_rate)
+
     def _questions(self, images: int, calls: int) -> list[Question]:
         """Every question about a sample with `images` images and `calls` calls."""
         return [
             Question(kind=kind, image=image, call=call)
             for kind in self.config.kinds(images, calls)
             for image in range(1 if kind in CALL_QUESTIONS else images)
-            for call in range(1 if kind in IMAGE_QUESTIONS else calls)
+            for call in range(1 if kind in (*IMAGE_QUESTIONS, SAY) else calls)
             if kind != DRAW
         ] + self._drawings(images, calls)
 
@@ -278,6 +292,7 @@ class DigitsSource:
         sizes = ([self._padded(row) for row in plan.rows], [self._frames(call.samples) for call in plan.calls])
         shown = {name: list(sizes_of) for name, sizes_of in self._by_encoder(*sizes).items()}
         shown |= {self.data.generator: [self._canvas]} if plan.drawn else {}
+        shown |= {self.data.speaker: [(self._spoken_frames.frames(plan.said.samples),)]} if plan.said else {}
         return shown | ({self.data.speaker: [(len(spoken(plan.turns[-1][1])),)]} if self._speaks else {})
 
     def _by_encoder(self, images: Sequence[Any], calls: Sequence[Any]) -> dict[str, Sequence[Any]]:
@@ -294,10 +309,10 @@ class DigitsSource:
             if media is None or name in media
         }
         labels = dict(self._by_encoder([row.label for row in plan.rows], [call.digits for call in plan.calls]))
-        name = self.data.generator
-        draws = bool(plan.drawn) and (media is None or name in media)
-        if draws:
-            rendered[name], labels[name] = [self.drawing(plan.drawn)], [plan.turns[0][1]]
+        name = self.data.speaker if plan.said else self.data.generator
+        if (plan.drawn or plan.said) and (media is None or name in media):
+            made = self.say(plan.said) if plan.said else self.drawing(plan.drawn)
+            rendered[name], labels[name] = [made], [plan.turns[0][1]]
         if self._speaks and (media is None or self.data.speaker in media):
             rendered[self.data.speaker] = [spoken(plan.turns[-1][1])]
         sample = build_sample(
@@ -309,10 +324,15 @@ class DigitsSource:
             labels=labels,
             kind=plan.kinds[-1],
         )
-        if not plan.drawn:
+        if not (plan.drawn or plan.said):
             return sample
         generators = {name: self.encoders[name]}
         return with_noise(sample, generators, {name: 1}, seed=self.seed, split=self.split, index=index)
+
+    def say(self, call: CallPlan) -> np.ndarray:
+        """Log-mel frames [F, M] float32 of a call to be made, as the generator of recordings has them."""
+        log_mel = self._spoken_frames
+        return log_mel(render_call(call, log_mel.sample_rate))
 
     def drawing(self, indices: Sequence[int]) -> np.ndarray:
         """Pixels [h, w, C] float32 in -1…1 of digits side by side, in the common size of drawings.
@@ -341,9 +361,8 @@ class DigitsSource:
             for question in self._questions(images, calls)
         ]
         turns.sort(key=lambda turn: -sum(len(self.tokenizer.encode(text)) for text in turn))
-        mark = self.encoders[self.data.generator].mark if config.draw else ""
-        plain = [turn for turn in turns if not mark or mark not in turn[0]]
-        drawing = [turn for turn in turns if turn not in plain][:1]
+        plain = [turn for turn in turns if DRAWING not in turn[0]]
+        making = [turn for turn in turns if turn not in plain]
         sizes: dict[str, tuple[int, ...]] = {}
         least: dict[str, int] = {}
         if images:
@@ -356,6 +375,10 @@ class DigitsSource:
         media = {name: len(numbers) for name, numbers in self._by_encoder(range(images), range(calls)).items()}
         if config.draw:
             sizes[self.data.generator], media[self.data.generator] = self._canvas, 1
+        if config.say:
+            log_mel = self._spoken_frames
+            sizes[self.data.speaker] = (log_mel.frames(longest_call(config, log_mel.sample_rate)),)
+            media[self.data.speaker] = 1
         specs = {name: self.encoders[name] for name in sizes}
         counts = {name: [token_count(specs[name], [size])] * media[name] for name, size in sizes.items()}
         if self._speaks:
@@ -363,22 +386,33 @@ class DigitsSource:
             sizes[name], media[name] = (max(len(spoken(answer)) for _, answer in turns),), 1
             specs[name] = self.encoders[name]
         tokens = []
-        without_drawing = {name: count for name, count in counts.items() if name != self.data.generator}
-        for chosen, counts_of in ((plain, without_drawing), ([*drawing, *plain], counts)):
-            if chosen:
+        makers = {DRAW: self.data.generator, SAY: self.data.speaker}
+        shown_counts = {name: count for name, count in counts.items() if not self.encoders[name].drawn}
+        for kind in ("", *makers):
+            made = [turn for turn in making if kind and turn[0].startswith(kind)][:1]
+            chosen = [*made, *plain]
+            if chosen and (made or not kind):
+                counts_of = {**shown_counts, **({makers[kind]: counts[makers[kind]]} if made else {})}
                 dialogue = encode_dialogue(self.tokenizer, self.encoders, counts_of, chosen[: config.turns])
                 tokens.append(len(dialogue.tokens))
         return WorstCase(
             tokens=max(tokens, default=0),
             media=media,
             patches={name: specs[name].patches(*size) for name, size in sizes.items()},
-            sides={name: max(size) // specs[name].patch for name, size in sizes.items()},
+            sides={name: max(specs[name].grid(*size)) for name, size in sizes.items()},
             least=least,
         )
 
     @property
     def _log_mel(self) -> LogMel:
         log_mel = self.encoders[self.data.audio_encoder].log_mel
+        assert log_mel is not None
+        return log_mel
+
+    @property
+    def _spoken_frames(self) -> LogMel:
+        """The frames of recordings to be made."""
+        log_mel = self.encoders[self.data.speaker].log_mel
         assert log_mel is not None
         return log_mel
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmjax.configurable import one_of, require
+from mmjax.data.log_mel import LogMel
 from mmjax.data.source import Source
 from mmjax.data.tasks.digits.config import DigitsConfig
 from mmjax.data.tasks.digits.dtmf import CODES, LEAST_RATE
@@ -19,6 +20,7 @@ class Digits(Task):
     config: DigitsConfig
     Config = DigitsConfig
     drawing_fix = "Digits.draw to 1.0"
+    saying_fix = "Digits.say to 1.0"
     codes = CODES
     unit = "digit"
     reads_drawings = True
@@ -35,6 +37,11 @@ class Digits(Task):
         """Whether some samples have a picture to be drawn."""
         return self.config.draw > 0
 
+    @property
+    def says(self) -> bool:
+        """Whether some samples have a recording to be made."""
+        return self.config.say > 0 and self.config.images[1] > 0
+
     def open(self, context: TaskContext) -> Source:
         """The samples of the task.
 
@@ -47,11 +54,12 @@ class Digits(Task):
         if data.speaker in encoders and (codes := encoders[data.speaker].codes):
             fix = f"answers are spoken in {CODES} codes; set it to {CODES}"
             require(codes >= CODES, f"{data.speaker}/Decoder.vocab", codes, fix)
-        log_mel = encoders[data.audio_encoder].log_mel if self.config.calls[1] else None
-        if log_mel:
+        hears, says = self.config.calls[1], self.says
+        for name, family, has_calls in ((data.audio_encoder, "Whisper", hears), (data.speaker, "SoundDiT", says)):
+            log_mel = encoders[name].log_mel if has_calls else None
             fix = f"calls have tones of up to 1477 Hz; set it to {LEAST_RATE} or more"
-            field = f"{data.audio_encoder}/Whisper.sample_rate"
-            require(log_mel.sample_rate >= LEAST_RATE, field, log_mel.sample_rate, fix)
+            if log_mel:
+                require(log_mel.sample_rate >= LEAST_RATE, f"{name}/{family}.sample_rate", log_mel.sample_rate, fix)
         return DigitsSource(
             data, encoders, context.tokenizer, settings=self.config, seed=context.seed, split=context.split
         )
@@ -68,6 +76,12 @@ class Digits(Task):
         from mmjax.data.tasks.digits.recognise import read_drawing  # fits a classifier
 
         return read_drawing(drawing, count, self.config.drawn_scale)
+
+    def read_recording(self, frames_FM: Any, count: int, log_mel: LogMel) -> str:
+        """The first `count` digits of a recording that was made; see `recognise_calls.read_call`."""
+        from mmjax.data.tasks.digits.recognise_calls import read_call  # fits a classifier
+
+        return read_call(frames_FM, count, log_mel, self.config)
 
     def changes(self, global_batch: int) -> Mapping[int, str]:
         """The later changes of the curriculum; see `Task.changes`."""

@@ -1,0 +1,1 @@
+"""Vocoders: waveforms of log-mel frames."""
