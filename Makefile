@@ -4,7 +4,7 @@
 #   make sample-data    write data/digits: dialogues about digits in each layout that configs/llava_json.gin can read
 #   make test    the fast tests                         TESTS=tests/mesh
 #   make test-long / test-slow / test-all    what takes many seconds / the long matrices / everything
-#                                            PART=0/3: a third of the tests of each file
+#                                            PART=0/8: an eighth of the tests of each file
 #   make test-smollm2    a published language model in the example of it, of 93 MB
 #   make test-compiled    those that compile for H100s, without one    EXTRAS=cuda12
 #   make test-newest    a few of them with the newest versions, under Python 3.12 where there is one   NEWEST_PYTHON=...

@@ -120,13 +120,8 @@ def test_pictures_are_as_large_as_in_the_paper(name: str, pixels: int) -> None:
     assert settings.canvases == ((pixels // 8, pixels // 8),)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bigmac_understanding_plan",
-        *(pytest.param(f"bigmac_{name}", marks=pytest.mark.long) for name in ("understanding", "generation")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bigmac_understanding_plan", "bigmac_understanding", "bigmac_generation"])
 def test_each_rank_of_an_encoders_cp_has_a_whole_picture(name: str) -> None:
     recipe = load(name)
     packer = build_packer(recipe, tokenizer_of(recipe.data.settings, recipe.model.media))

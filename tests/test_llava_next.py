@@ -51,9 +51,8 @@ def test_an_image_has_as_many_tokens_as_the_model_has_features(values: dict[str,
         assert not own or min(media) > 1, "every image has tiles"
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(LAYOUTS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np.ndarray], tmp_path: Path) -> None:
     config = OURS.configured(tmp_path, *LAYOUTS[layout])
     projector = config.model.projectors["vision"].settings
@@ -66,6 +65,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
     assert_gradients(step.gradients, want, bound=1e-4, least=3e-3)
 
 
+@pytest.mark.long
 def test_out_of_in_is_the_same_folder(tmp_path: Path) -> None:
     save_untrained(OURS.configured(tmp_path, *LAYOUTS["one device"]), tmp_path / "run")
     made = export_folders(tmp_path / "run", tmp_path / "out")

@@ -57,12 +57,21 @@ from mmjax.weights.table import assemble, expand
 from mmjax.weights.write import rewrite
 
 ALL = pytest.mark.parametrize("kind", KINDS)
+QUICK = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+"""The kinds whose programs `make test` compiles: windows, features inside of layers and experts, and delta layers."""
+
+
+def but_long(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases that begin with a kind, the others than quick ones among the long tests."""
+    return [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.long) for case in cases]
+
+
 OLDER = pytest.mark.parametrize("kind", KINDS[:2])
 
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "tp"), [*zip(KINDS, (1, 2, 2, 1, 2, 1), strict=True)])
+@pytest.mark.parametrize(("kind", "tp"), but_long(*zip(KINDS, (1, 2, 2, 1, 2, 1), strict=True)))
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     """Images of five sizes, most of them cut by windows at their edges; texts with four, one and none of them."""
     of = oracle(kind)
@@ -92,7 +101,7 @@ def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
         assert apart(features, of.values[f"deep_{number}_{place}"]) < 2e-6
 
 
-@ALL
+@pytest.mark.parametrize("kind", but_long(*((kind,) for kind in KINDS)))
 def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
     of = oracle(kind)
     tokens, positions = of.values["far_tokens"], of.values["far_positions"]

@@ -90,6 +90,24 @@ def small(name: str, changes: Sequence[str]) -> Given:
     return {"files": [str(REPOSITORY / "configs" / f"{name}.gin")], "bindings": list(changes)}
 
 
+UNET = {
+    "Model_generators": {"painter": "unet"},
+    "painter__Layout_sp": False,
+    "painter__Packing_buckets": (),
+    **{
+        f"painter__UNet_{name}": value
+        for name, value in {
+            **dict(width=12, queries=2, channels=1, widths=(8, 16), heads_by_level=(1, 0), mid_heads=2),
+            **dict(groups=4, canvases=((4, 4),), drop_condition=0.5),
+        }.items()
+    },
+}
+STREAMS = {
+    "Model_generators": {"painter": "mmdit"},
+    "painter__Packing_buckets": (),
+    "painter__MMDiT_queries": 4,
+    "painter__MMDiT_width": 32,
+}
 # Of two processes the first has ranks 0-3, of four each has two.
 CHECKED = {
     "homogeneous": tiny(Layout(dp=4), Layout(dp=4, pp=2)),
@@ -172,6 +190,21 @@ CHECKED = {
         llm__Layout_shard="parameters",
         vision__Layout_shard="gradients",
     ),
+    # Parts of a convolution, and of a row of condition and patches, on ranks 2 to 5.
+    "a UNet over processes": tiny(
+        Layout(rank_offset=6),
+        Layout(tp=2),
+        **UNET,
+        painter__Layout_tp=4,
+        painter__Layout_rank_offset=2,
+        painter__UNet_mid_heads=4,
+    ),
+    "a UNet's pictures over processes": tiny(
+        Layout(dp=2, rank_offset=6), Layout(pp=2), **UNET, painter__Layout_dp=3, painter__Layout_rank_offset=2
+    ),
+    "streams over processes": tiny(
+        Layout(dp=2, rank_offset=6), Layout(pp=2), **STREAMS, painter__Layout_cp=4, painter__Layout_rank_offset=2
+    ),
     # Each module on ranks of its own: the LLM's two stages, and the encoders or encoders and generator.
     "sees and hears": small("digits_valm", SMALL_EARS),
     "encoder behind encoder": small("digits_clip", SMALL_CLIP),
@@ -185,6 +218,9 @@ TWO_ONLY = {
     "draws",
     "encoder behind encoder",
     "draws what it sees",
+    "a UNet over processes",
+    "a UNet's pictures over processes",
+    "streams over processes",
     "rows over processes",
     "lists over processes",
     "rings over processes",

@@ -126,7 +126,8 @@ def step_beside_the_reference(recipe: Recipe) -> tuple[list[Sample], float, dict
     return samples, loss, after, wanted
 
 
-@pytest.mark.parametrize("kind", ["folder", pytest.param("edits", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["folder", "edits"])
 def test_a_step_equals_the_dense_reference(kind: str, folders: Any) -> None:
     """The loss and the gradients of every leaf, of the user's own samples packed into rows, beside one by one."""
     sizes = ("mine/Source.drawn_size=(0, 0)", "mine/Source.drawn_pixels=400")

@@ -80,6 +80,23 @@ class Decoders:
             return medium
         return _autoencoder(self.folders[name]).pictures(medium[None])[0]
 
+    def with_latents(self, sample: Sample) -> Sample:
+        """A prompt with latents in place of the pixels of pictures that others are made from.
+
+        Raises:
+          ConfigError: the folder of an autoencoder cannot be read.
+        """
+
+        def latents(name: str, pictures: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+            vae = _autoencoder(self.folders[name])
+            return tuple(vae.latents(picture[None])[0] for picture in pictures)
+
+        references = {
+            name: tuple(latents(name, pictures) for pictures in of_media) if name in self.folders else of_media
+            for name, of_media in sample.references.items()
+        }
+        return replace(sample, references=references)
+
     def shown(
         self, samples: Sequence[Sample], drawings: Sequence[Drawings]
     ) -> tuple[list[Sample], list[dict[str, tuple[np.ndarray, ...]]]]:
@@ -103,6 +120,15 @@ def _autoencoder(path: str) -> Autoencoder:
     from mmjax.models.autoencoder.model import Autoencoder
 
     return Autoencoder.read(path)
+
+
+def usual_pixels(path: str) -> int:
+    """The most pixels of a picture whose latent is in a folder, where each kept its shape; 0 where all have one size.
+
+    Raises:
+      ConfigError: there are no latents.
+    """
+    return int(Description.read(folder_of(path)).pictures.get("pixels", 0))
 
 
 def usual_size(path: str) -> tuple[int, int] | None:

@@ -172,7 +172,8 @@ def split_of(module: Module, layout: Layout) -> Split:
     """
     method, token = cp_tokens(module, layout), module.patches_per_token
     unit = token * layout.row_multiple // layout.cp
-    return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks)
+    front = module.medium.queries if module.medium else 0
+    return Split(ranks=layout.cp, unit=unit, token=token, method=method, masks=module.masks, front=front)
 
 
 def _abreast(module: Module, layout: Layout) -> int:

@@ -72,25 +72,26 @@ def bucket_shapes(packer: Packer, rows: int) -> dict[Signature, InputShapes]:
       rows: samples of a microbatch, ``global_batch // microbatches``.
     """
     packed = replace(packer, lists=False)
-    no_rows = packed.fill(packed.plan_microbatch([], rows), {}, ProcessRows(cells={}))  # they have shapes alone
-    empty: dict[str, dict[str, Any]] = {
-        module: {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
-        for module, arrays in no_rows.inputs.items()
-    }
     counts, shapes = packer.bucket_counts, dict[Signature, InputShapes]()
+    by_rank = [_empty(packed, rows, rank) for rank in range(max(counts.values(), default=1))]
     for buckets in itertools.product(*map(range, counts.values())):
-        inputs: dict[str, Any] = dict(empty)
-        for name, bucket in zip(counts, buckets, strict=True):
-            rows_per_cell, width = packer.buckets_of(name)[bucket]
-            arrays, rows = empty[name], rows_per_cell * packer.cells
-            scaled = {k: a.shape[1] * width // arrays["segments"].shape[1] for k, a in arrays.items()}
-            inputs[name] = {
-                k: jax.ShapeDtypeStruct((rows, scaled[k], *a.shape[2:]), a.dtype) for k, a in arrays.items()
-            }
+        chosen = zip(counts, buckets, strict=True)
+        inputs: dict[str, Any] = {**by_rank[0], **{name: by_rank[bucket][name] for name, bucket in chosen}}
         for module, (name, shape) in list_shapes(packer.listed, inputs, packer.splits, packer.cells).items():
             inputs[module] = {**inputs[module], name: jax.ShapeDtypeStruct(shape, np.int32)}
         shapes[tuple(sorted(zip(counts, buckets, strict=True)))] = inputs
     return shapes
+
+
+def _empty(packer: Packer, rows: int, rank: int) -> dict[str, dict[str, Any]]:
+    """The shapes of a microbatch in which each module has its bucket of this number, or its last one."""
+    bucket = {name: min(rank, count - 1) for name, count in packer.bucket_counts.items()}
+    # Without cells, arrays have shapes alone.
+    filled = packer.fill(packer.plan_microbatch([], rows, bucket), {}, ProcessRows(cells={}))
+    return {
+        module: {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+        for module, arrays in filled.inputs.items()
+    }
 
 
 def one_bucket(recipe: Recipe) -> bool:

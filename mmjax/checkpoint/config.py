@@ -6,6 +6,7 @@ import dataclasses
 
 from mmjax.configurable import configurable, not_negative, positive, require
 from mmjax.sigterm import GRACE
+from mmjax.weights.pipelines import Pipeline, module_folder
 
 FRESH = "fresh"
 """The value of `init_from` for fresh values instead of a folder."""
@@ -57,7 +58,8 @@ class WeightsConfig:
     Attributes:
       init_from: a run, checkpoint or export that has the module; 'fresh' for new values, '' for Checkpoint.init_from.
       path: a folder as save_pretrained writes it (config.json and safetensors), of the module or of a whole model that
-        has it; the module's settings come from it too. '' for Model.weights.
+        has it; the module's settings come from it too. For a generator also a pipeline's folder of diffusers, whose
+        denoiser, scheduler and autoencoder it takes. '' for Model.weights.
       layer: the layer whose output is the features of a vision tower from path, like LLaVA's vision_feature_layer: -2
         is the last but one, without norms behind it; 0 is the tower's own output.
       new_tokens: texts that become tokens of their own behind the tokenizer's, for the language model; the tables of
@@ -79,12 +81,17 @@ class WeightsConfig:
     def folder(self, whole: str) -> str:
         """The folder of safetensors that parameters are read from: ``path``, or without any start of its own ``whole``.
 
-        It is "" for none, also with ``init_from``.
+        It is "" for none, also with ``init_from``. Of a pipeline in ``path`` it is the denoiser's.
 
         Args:
           whole: a folder of a whole model that has the module, as in ``Model.weights``; "" for none.
         """
-        return self.path if self.path or self.init_from else whole
+        return module_folder(self.path) if self.path or self.init_from else whole
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of ``diffusers`` that ``path`` names; ``None`` if it names none."""
+        return Pipeline.find(self.path)
 
     def folder_setting(self, module: str) -> str:
         """The gin setting that names the folder of safetensors of ``module``: "llm/Weights.path" or "Model.weights"."""

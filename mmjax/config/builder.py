@@ -29,6 +29,7 @@ from mmjax.models.lora.config import LoraConfig
 from mmjax.models.lora.names import with_native_names
 from mmjax.models.lora.peft import adapter_settings
 from mmjax.models.pretrained import find_pretrained, require_whole, stored_dtypes
+from mmjax.models.scheduler_files import pipeline_settings
 from mmjax.optimizer_config import HELD, OptimizerConfig
 from mmjax.pipeline.config import OffloadConfig
 from mmjax.recipe.model_spec import ModelSpec
@@ -37,6 +38,7 @@ from mmjax.recipe.specs import LoraSpec, ModuleSpec, ProjectorSpec
 from mmjax.recipe.train_config import TrainConfig
 from mmjax.user_code import names_code, require_allowed
 from mmjax.weights.folder import WeightsFolder, read_config, read_extractor
+from mmjax.weights.pipelines import Pipeline, module_folder
 
 FIELD = re.compile(r"(\w+)\.(\w+)")
 """A setting's class and field: "Layout.tp"."""
@@ -84,7 +86,7 @@ class ConfigBuilder:
         loras = {name: self._lora(name, family) for name, family in model.families}
         scopes = scopes_of(model, data, [name for name, lora in loras.items() if lora.rank])
         self._check_scopes(scopes)
-        weights = {name: self._build(WeightsConfig, name) for name in scopes[WeightsConfig]}
+        weights = {name: self._weights(name) for name in scopes[WeightsConfig]}
         folders = _Folders(model.weights, weights, without=[*model.generators, *map(projector_name, model.generators)])
         tokens = data_settings(self._values(DataConfig, ""), folders.of_settings(LLM), model.weights, weights)
         data = self._build(DataConfig, "", tokens)
@@ -149,10 +151,24 @@ class ConfigBuilder:
             projector=None if role == "llm" else self._projector(name, data, folders),
             lora=self._adapters(name, adapters, folders),
             packing=self._build(PackingConfig, name),
-            latents=self._build(LatentsConfig, name) if role == "generator" else LatentsConfig(),
+            latents=self._latents(name, folders) if role == "generator" else LatentsConfig(),
             offload=self._build(OffloadConfig, name),
             callbacks=self._build(CallbacksConfig, name),
         )
+
+    def _weights(self, part: str) -> WeightsConfig:
+        """The start of a part."""
+        weights = self._build(WeightsConfig, part)
+        try:
+            Pipeline.find(weights.path)
+        except ConfigError as error:
+            raise self.located(error, part) from None
+        return weights
+
+    def _latents(self, name: str, folders: _Folders) -> LatentsConfig:
+        """The latents of a generator; its pipeline's folder has their autoencoder."""
+        pipeline = folders.weights[name].pipeline
+        return self._build(LatentsConfig, name, {"autoencoder": pipeline.autoencoder_folder} if pipeline else {})
 
     def _edges(self, model: ModelConfig) -> tuple[EdgeSpec, ...]:
         """The edges of the model; () for a star without settings."""
@@ -208,7 +224,19 @@ class ConfigBuilder:
                 fix = f"{folder} has {decided[field]!r}; leave the setting out"
                 error = ConfigError(f"{name}/{gin_name(cls)}.{field}={values[field]!r}: {fix}")
                 raise self.located(error)
-        return decided
+        return decided if family is PROJECTOR else {**self._noise(name, family, weights.pipeline), **decided}
+
+    def _noise(self, name: str, family: Family, pipeline: Pipeline | None) -> Mapping[str, Any]:
+        """The settings of a generator's noise in its pipeline's folder; {} if another process of noise is bound."""
+        if not pipeline:
+            return {}
+        try:
+            read = pipeline_settings(pipeline)
+        except ConfigError as error:
+            fix = f"or name {pipeline.denoiser_folder} alone, and set its noise"
+            raise ConfigError(f"{name}/Weights.path={pipeline.path!r}: {error}; {fix}") from None
+        bound = self._values(family.config, name)
+        return read if bound.get("process") in (None, read.get("process")) else {}
 
     def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module. A frozen module keeps the dtype of the tensors in its folder of weights."""
@@ -338,7 +366,7 @@ class _Folders:
 
     def of_settings(self, part: str) -> str:
         """The folder of a part's settings, even if its parameters come from a run; "" for none."""
-        return self.weights[part].path or ("" if part in self.without else self.whole)
+        return module_folder(self.weights[part].path) or ("" if part in self.without else self.whole)
 
 
 def _user_classes(model: ModelConfig, *, allow_code: bool) -> Iterator[type[Any]]:

@@ -20,7 +20,14 @@ from mmjax.attention.language import WORDS, Rules
 from mmjax.data.derived import MEDIA_RULES, first_encoder, medium_numbers, token_counts
 from mmjax.data.mask_words import sample_words
 from mmjax.data.mrope import sample_positions
-from mmjax.data.patches import canvas_places, input_dtype, patch_inputs, patch_places, patch_shapes
+from mmjax.data.patches import (
+    canvas_places,
+    input_dtype,
+    patch_inputs,
+    patch_places,
+    patch_shapes,
+    reference_patches,
+)
 from mmjax.data.plan import MicrobatchPlan
 from mmjax.data.process_rows import PartialArray, ProcessRows, wanted_cells
 from mmjax.data.send_lists import send_list
@@ -210,7 +217,7 @@ class Filling:
 
         arrays = {
             "segments": empty("segments", lead, dtype=np.int32),
-            "positions": empty("positions", lead if spec.codes else (*lead, spec.axes), dtype=np.int32),
+            "positions": empty("positions", lead if spec.codes else (*lead, spec.position_axes), dtype=np.int32),
         }
         if spec.derived:
             arrays |= {word: empty(word, lead, dtype=np.int32 if word == "items" else np.uint32) for word in WORDS}
@@ -235,10 +242,16 @@ class Filling:
                     _write(arrays["positions"], *span, np.arange(*grid))
                 else:
                     _write(arrays["positions"], *before, -1 - np.arange(spec.special)[:, None])
-                    _write(arrays["positions"], *span, lambda grid=grid: patch_places(grid, spec))
+                    _write(arrays["positions"], *span, lambda grid=grid: _numbered(patch_places(grid, spec), spec))
                 if cell in reading:
                     for key, values in patch_inputs(samples[sample], name, number, spec).items():
                         _write(opened[key], *place, values)
+                if followed := plan.metas[sample].references.get(name, ())[number : number + 1]:
+                    self._write_references(spec, followed[0], span, arrays, segment=in_row[row])
+                    if cell in reading:
+                        patches_NE = reference_patches(samples[sample], name, number, spec)
+                        behind = slice(prod(grid), prod(grid) + len(patches_NE))
+                        _write(opened["patches"], place[0], behind, patches_NE)
         arrays |= opened
         for pointer in (pointer for pointer in self.pointers if pointer.module == name):
             cells = sorted(self._pointing_cells(pointer, process_rows))
@@ -251,6 +264,32 @@ class Filling:
             else:
                 self._index_nearest(name, pointer.source, plan, samples, index)
         return arrays
+
+    @staticmethod
+    def _write_references(
+        spec: EncoderSpec,
+        grids: Sequence[tuple[int, ...]],
+        span: tuple[int, slice | np.ndarray],
+        arrays: Mapping[str, PartialArray],
+        *,
+        segment: int,
+    ) -> None:
+        """Writes positions and segments of the pictures that a picture is made from, behind its own places.
+
+        Args:
+          spec: the generator's spec.
+          grids: the patches along every axis of each picture.
+          span: the row and the places of the picture itself.
+          arrays: the module's inputs.
+          segment: the number of its segment.
+        """
+        row, places = span
+        assert isinstance(places, slice)
+        start = places.stop
+        for number, grid in enumerate(grids, 1):
+            behind = slice(start, start := start + prod(grid))
+            _write(arrays["segments"], row, behind, segment)
+            _write(arrays["positions"], row, behind, _numbered(patch_places(grid, spec), spec, number))
 
     def _write_media(
         self,
@@ -355,6 +394,11 @@ def media_places(
     if canvas:
         return first + canvas_places(grid, canvas)
     return slice(start + spec.prefix, start + spec.prefix + prod(grid))
+
+
+def _numbered(places_NA: np.ndarray, spec: EncoderSpec, number: int = 0) -> np.ndarray:
+    """Positions of patches: their places, behind the number of their picture where there may be several."""
+    return np.pad(places_NA, ((0, 0), (1, 0)), constant_values=number) if spec.references else places_NA
 
 
 def _nearest(target: Sequence[int], source: Sequence[int]) -> np.ndarray:

@@ -116,6 +116,16 @@ def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray
     return {"tokens": before_N, "targets": codes_N, "weights": np.ones(len(codes_N), np.float32)}
 
 
+def reference_patches(sample: Sample, name: str, number: int, spec: EncoderSpec) -> np.ndarray:
+    """Patches [N, E] float32 of the pictures that medium `number` of generator `name` is made from, one behind another.
+
+    spec: of `name`; it has `references`.
+    """
+    pictures = sample.references[name][number] if name in sample.references else ()
+    none = np.zeros((0, spec.patch_values), np.float32)
+    return np.concatenate([none, *(patchify(picture, spec)[0] for picture in pictures)])
+
+
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
     """The inputs made of medium `number` (from 0) of encoder or generator `name`, by name: {"patches": [N, E]}.
 

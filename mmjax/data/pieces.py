@@ -176,6 +176,7 @@ class DialogueMedia:
       encoders: specs of encoders and generators, by name.
       counts: number of LLM tokens of each medium, by encoder; a `Timed` for a video.
       turns: the turns.
+      makers: the generator of each medium that is to be made, in the order of their marks; () for one generator.
 
     Attributes:
       first_question: the number of the user's first turn, from 0; media without a mark come there.
@@ -185,24 +186,22 @@ class DialogueMedia:
     """
 
     def __init__(
-        self, encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[Count]], turns: Sequence[Turn]
+        self,
+        encoders: Mapping[str, EncoderSpec],
+        counts: Mapping[str, Sequence[Count]],
+        turns: Sequence[Turn],
+        makers: Sequence[str] = (),
     ):
-        self._turns, self._by_mark, by_mark = turns, dict[str, str](), dict[str, list[Count]]()
-        for name, of_encoder in counts.items():
-            mark = encoders[name].mark
-            by_mark[mark], self._by_mark[mark] = list[Count](), name
-            for count in of_encoder:
-                of_kind = VIDEO if isinstance(count, Timed) else mark
-                by_mark.setdefault(of_kind, []).append(count)
-                self._by_mark[of_kind] = name
+        self._turns, self._names, self._by_mark = turns, tuple(counts), _by_mark(encoders, counts, makers)
         # Marks of encoders without media here are mere text.
         self._split = re.compile(f"({'|'.join(map(re.escape, self._by_mark))})") if self._by_mark else None
         self.first_question = next((number for number, turn in enumerate(turns) if turn.role == USER), 0)
-        self._unmarked, self._left = dict[str, list[Count]](), dict[str, list[Count]]()
-        for mark, tokens in by_mark.items():
+        self._unmarked, self._left = dict[str, list[_Medium]](), dict[str, list[_Medium]]()
+        for mark, tokens in self._by_mark.items():
             marks = sum(turn.text.count(mark) for turn in turns)
             if marks > len(tokens):
-                medium = "video" if mark == VIDEO else encoders[self._by_mark[mark]].medium
+                named = (spec.medium for name, spec in encoders.items() if name in counts and spec.mark == mark)
+                medium = "video" if mark == VIDEO else next(named)
                 described = f"{marks} {mark} marks for {len(tokens)} {medium}s"
                 raise ValueError(f"question {without_literals(last_question(turns))!r} has {described}")
             self._unmarked[mark], self._left[mark] = tokens[: len(tokens) - marks], tokens[len(tokens) - marks :]
@@ -212,9 +211,11 @@ class DialogueMedia:
     @property
     def before(self) -> dict[str, int]:
         """Number of media of each encoder before the last answer, by the encoders of `counts`; a video is one."""
-        turns, before = self._turns[: last_answer(self._turns)], dict.fromkeys(self._by_mark.values(), 0)
-        for mark, name in self._by_mark.items():
-            before[name] += sum(turn.text.count(mark) for turn in turns) + len(self._unmarked[mark])
+        turns, before = self._turns[: last_answer(self._turns)], dict.fromkeys(self._names, 0)
+        for mark, media in self._by_mark.items():
+            count = sum(turn.text.count(mark) for turn in turns) + len(self._unmarked[mark])
+            for name, _ in media[:count]:
+                before[name] += 1
         return before
 
     def of_turn(
@@ -229,24 +230,44 @@ class DialogueMedia:
         """
         turn, pieces = self._turns[number], list[Piece]()
         if number == self.first_question:
-            unmarked = ((mark, count) for mark, counts in self._unmarked.items() for count in counts)
-            for at, (mark, count) in enumerate(unmarked, 1):
+            unmarked = (medium for media in self._unmarked.values() for medium in media)
+            for at, medium in enumerate(unmarked, 1):
                 pieces += [Piece(text=f"{at}:")] if numbered else []
-                pieces.append(self._piece(mark, count))
+                pieces.append(_piece(medium))
         text = transform(turn.text)
         for at, part in enumerate(self._split.split(text) if self._split else [text]):
             if at % 2:
-                pieces.append(self._piece(part, self._left[part].pop(0)))
+                pieces.append(_piece(self._left[part].pop(0)))
             else:
                 pieces.append(Piece(text=without_literals(part), weight=turn.learned))
         return pieces
 
-    def _piece(self, mark: str, count: Count) -> Piece:
-        """The piece of a medium or a video."""
-        name = self._by_mark[mark]
-        if isinstance(count, Timed):
-            return Piece(kind="video", text=name, timed=count)
-        return Piece(kind="medium", text=name, count=count)
+
+_Medium = tuple[str, Count]
+"""The encoder or generator of a medium, and the medium's tokens."""
+
+
+def _by_mark(
+    encoders: Mapping[str, EncoderSpec], counts: Mapping[str, Sequence[Count]], makers: Sequence[str]
+) -> dict[str, list[_Medium]]:
+    """The media of each mark in their order in the text; arguments as of `DialogueMedia`."""
+    by_mark = dict[str, list[_Medium]]()
+    for name, of_encoder in counts.items():
+        by_mark.setdefault(encoders[name].mark, [])
+        for count in of_encoder:
+            by_mark.setdefault(VIDEO if isinstance(count, Timed) else encoders[name].mark, []).append((name, count))
+    if makers:
+        remaining = {name: iter(counts[name]) for name in counts}
+        by_mark[encoders[makers[0]].mark] = [(name, next(remaining[name])) for name in makers]
+    return by_mark
+
+
+def _piece(medium: _Medium) -> Piece:
+    """The piece of a medium or a video."""
+    name, count = medium
+    if isinstance(count, Timed):
+        return Piece(kind="video", text=name, timed=count)
+    return Piece(kind="medium", text=name, count=count)
 
 
 def _around(piece: str, inside: Sequence[Piece], system: Sequence[Piece] = ()) -> list[Piece]:

@@ -58,6 +58,7 @@ def encode_dialogue(
     template: Template | FolderTemplate = TEMPLATES["plain"],
     system: str = "",
     tools: Sequence[Any] = (),
+    makers: Sequence[str] = (),
 ) -> EncodedDialogue:
     """Encodes a dialogue about media as a whole. A token is learned if it contains a learned character.
 
@@ -78,6 +79,7 @@ def encode_dialogue(
       template: writes the text around the turns, such as TEMPLATES["vicuna"].
       system: the system prompt; "" for none.
       tools: descriptions, as JSON objects, of the tools that the model may call; only a folder's template writes them.
+      makers: the generator of each medium that is to be made, in the order of their marks; () for one generator.
 
     Returns:
       `.tokens` (ids, a placeholder for each token of a medium), `.weights` (the loss weight of each), `.prompt` (number
@@ -89,14 +91,14 @@ def encode_dialogue(
     turns = as_turns(turns)
     if isinstance(template, FolderTemplate):
         encode = partial(_encode_by_folder, tokenizer, encoders, template=template, system=system, tools=tools)
-        return encode(counts, turns, generation_prompt=is_prompt(turns))
+        return encode(counts, turns, makers=makers, generation_prompt=is_prompt(turns))
     require_writable(template, turns, tools)
     if is_prompt(turns):
         # A blank before the answer belongs to the answer's first token, as in training.
         turns = (*turns, Turn(role=ASSISTANT, text="a"))
-        encoded = encode_dialogue(tokenizer, encoders, counts, turns, template=template, system=system)
+        encoded = encode_dialogue(tokenizer, encoders, counts, turns, template=template, system=system, makers=makers)
         return _prompt(encoded)
-    media = DialogueMedia(encoders, counts, turns)
+    media = DialogueMedia(encoders, counts, turns, makers)
     pieces = written_pieces(media, turns, template, system)
     encoded = _encode_pieces(tokenizer, encoders, pieces, begins=True, end=turns[-1].weight)
     return replace(encoded, tail=template.ending, before=media.before)
@@ -116,10 +118,11 @@ def _encode_by_folder(
     template: FolderTemplate,
     system: str,
     tools: Sequence[Any],
+    makers: Sequence[str],
     generation_prompt: bool,
 ) -> EncodedDialogue:
     """Encodes a dialogue with a folder's template; see `encode_dialogue` and `FolderTemplate.render`."""
-    media = DialogueMedia(encoders, counts, turns)
+    media = DialogueMedia(encoders, counts, turns, makers)
     marks = Marks(tokenizer, media, template)
     written = [replace(turn, text=marks.written(number)) for number, turn in enumerate(turns)]
     rendered = template.render(written, system=system, tools=tools, generation_prompt=generation_prompt)
@@ -136,7 +139,8 @@ def _encode_by_folder(
         before = {name: sizes for name, sizes in before.items() if sizes}
         cut = turns[: last_answer(turns)]
         encode = partial(_encode_by_folder, tokenizer, encoders, template=template, system=system, tools=tools)
-        prompt_tokens = encode(before, cut, generation_prompt=True).tokens
+        first = makers[: sum(len(before.get(name, ())) for name in dict.fromkeys(makers))]
+        prompt_tokens = encode(before, cut, makers=first, generation_prompt=True).tokens
         if prompt_tokens != encoded.tokens[: encoded.prompt]:
             return replace(encoded, prompt_tokens=prompt_tokens)
     return replace(encoded, lead=lead + rendered.lead)
@@ -226,7 +230,13 @@ def meta_of(sample: Sample, encoders: Mapping[str, EncoderSpec]) -> SampleMeta:
     """
     sizes = {name: [medium.shape[:-1] for medium in arrays] for name, arrays in sample.media.items()}
     learned, weight = int(np.count_nonzero(sample.loss_weights)), loss_weight(sample.loss_weights)
-    return SampleMeta.of(encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned)
+    references = {
+        name: [[picture.shape[:-1] for picture in pictures] for pictures in of_media]
+        for name, of_media in sample.references.items()
+    }
+    return SampleMeta.of(
+        encoders, sizes, tokens=len(sample.tokens), weight=weight, learned=learned, references=references
+    )
 
 
 def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encoders: Mapping[str, EncoderSpec]) -> str:
@@ -245,6 +255,8 @@ def disagreement(sample: Sample, meta: SampleMeta, media: Collection[str], encod
             pairs.append((f"{name} placeholders", int(sample.placeholders(name).sum()), placeholders))
         if name in media:
             pairs.append((f"{name} patches", actual.grids.get(name, ()), meta.grids.get(name, ())))
+            followed = actual.references.get(name, ()), meta.references.get(name, ())
+            pairs.append((f"{name} patches of references", *followed))
     return next((f"{value} {unit}, not {expected}" for unit, value, expected in pairs if value != expected), "")
 
 
@@ -327,6 +339,7 @@ def prompt_only(sample: Sample) -> Sample:
     tokens = sample.prompt_tokens if len(sample.prompt_tokens) else sample.tokens[: sample.prompt]
     media = {name: arrays[: sample.prompt_media.get(name, len(arrays))] for name, arrays in sample.media.items()}
     counts = {name: len(arrays) for name, arrays in media.items()}
+    references = {name: of_media[: counts.get(name, 0)] for name, of_media in sample.references.items()}
     tiled = {
         name: images[: _complete((1 + math.prod(image.grid) for image in images), counts.get(name, 0))]
         for name, images in sample.tiled.items()
@@ -337,7 +350,14 @@ def prompt_only(sample: Sample) -> Sample:
     }
     weights, prompt = np.zeros(len(tokens), np.float32), len(tokens)
     return replace(
-        sample, tokens=tokens, loss_weights=weights, prompt=prompt, media=media, tiled=tiled, video_times=times
+        sample,
+        tokens=tokens,
+        loss_weights=weights,
+        prompt=prompt,
+        media=media,
+        references=references,
+        tiled=tiled,
+        video_times=times,
     )
 
 

@@ -51,6 +51,8 @@ class Split:
       method: how blocks are assigned to ranks, a key of `attention.distribution.METHODS`; "contiguous" moves no tokens.
         Or "segments": whole segments, in rows where ranks have room for that, else "lpt".
       masks: (number of layers, mask) pairs of the module; the work of a block follows from the pairs they allow.
+      front: number of first places of a row that are split apart from the others: each rank has a run of these, and
+        behind it a run of the others. Arrays of one kind of place alone are not moved.
     """
 
     ranks: int = 1
@@ -58,6 +60,12 @@ class Split:
     token: int = 1
     method: str = "contiguous"
     masks: tuple[tuple[int, Mask], ...] = ()
+    front: int = 0
+
+    @property
+    def has_fronts(self) -> bool:
+        """Whether each rank has a run of a row's first places."""
+        return self.ranks > 1 and self.front > 0
 
     @property
     def permutes(self) -> bool:
@@ -92,6 +100,8 @@ class Split:
         """
         rows, width = inputs["segments"].shape
         order_RT = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
+        if self.has_fronts:
+            return order_RT[:, np.argsort(self._with_fronts(width), kind="stable")]
         for number in range(rows):
             row = self._row(inputs, number)
             if self.reads <= row.keys():
@@ -134,8 +144,15 @@ class Split:
     def _distributed(self, row: Row) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
         """Work and rank of each position of a row."""
         work_T = self.pairs(row)
+        if self.has_fronts:
+            return work_T, self._with_fronts(len(work_T))
         rank_T = self._by_segments(row["segments"], work_T) if self.method == "segments" else None
         return work_T, self._by_blocks(work_T) if rank_T is None else rank_T
+
+    def _with_fronts(self, width: int) -> Int[np.ndarray, " T"]:
+        """The rank of each place of a row of this width, with a run of the first places on each rank."""
+        ranks = np.arange(self.ranks)
+        return np.concatenate([np.repeat(ranks, count // self.ranks) for count in (self.front, width - self.front)])
 
     def _by_blocks(self, work_T: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
         block = self.block(len(work_T)) if self.permutes else self.unit
@@ -233,7 +250,7 @@ def put_in_order(
     orders = {
         module: split.order(inputs[module])
         for module, split in splits.items()
-        if split.permutes and module not in fixed
+        if (split.permutes or split.has_fronts) and module not in fixed
     }
     ordered = {module: dict(arrays) for module, arrays in inputs.items()}
     for pointer in pointers:
@@ -241,7 +258,10 @@ def put_in_order(
             arrays, order = ordered[pointer.module], _order_of_tokens(orders[pointer.source], pointer.together)
             arrays[pointer.name] = _renumbered(arrays[pointer.name], order)
     for module, order_RT in orders.items():
-        ordered[module] = {name: _ordered(array, order_RT) for name, array in ordered[module].items()}
+        has_fronts, width = splits[module].has_fronts, order_RT.shape[1]
+        for name, array in ordered[module].items():
+            if not has_fronts or array.shape[1] == width:
+                ordered[module][name] = _ordered(array, order_RT)
     for module in (module for module, split in splits.items() if split.permutes):
         rows, width = inputs[module]["segments"].shape
         order_RT = orders.get(module, np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width)))

@@ -50,6 +50,8 @@ class EncoderSpec:
         patches, which have arrays of their own.
       canvases: grids of patches (rows, columns), each of which holds the one before; () = patches in one line. A
         picture of a generator with `queries` lies in the upper left corner of the canvas of its bucket.
+      references: the most pictures that a picture of a generator with `queries` is made from: their patches, without
+        noise, follow its own in its row, and positions have the number of the picture in front. 0 = none.
       multiple: a side of a medium is a multiple of so many blocks.
       latents: the folder of the latents that a generator makes in place of pictures, as `mmjax.data.latents` has them;
         `BLANK` for blank ones, of prompts; "" for pictures. A sample's medium is then first [h, w, 2 C], mean and
@@ -81,6 +83,7 @@ class EncoderSpec:
     drawn: bool = False
     queries: int = 0
     canvases: tuple[tuple[int, int], ...] = ()
+    references: int = 0
     multiple: int = 1
     latents: str = ""
     factor: int = 1
@@ -120,6 +123,11 @@ class EncoderSpec:
     def blended(self) -> int:
         """The most tokens whose mean is a place of the LLM's rows: 4 where pictures may be resized, else 1."""
         return 4 if self.most_tiles else 1
+
+    @property
+    def position_axes(self) -> int:
+        """Numbers of a patch's position."""
+        return self.axes + (self.references > 0)
 
     @property
     def prefix(self) -> int:
@@ -195,6 +203,8 @@ class SampleMeta:
         in this sample is left out.
       prefixes: per encoder, `EncoderSpec.prefix`; an encoder without one is left out.
       canvases: per generator with `EncoderSpec.canvases`, the canvas of each medium.
+      references: per generator and medium, the patches along every axis of each picture that it is made from; a
+        generator without any is left out.
       learned: number of its tokens with a loss weight; 0 if unknown.
     """
 
@@ -203,6 +213,7 @@ class SampleMeta:
     grids: dict[str, tuple[tuple[int, ...], ...]]
     prefixes: Mapping[str, int] = field(default_factory=dict)
     canvases: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    references: Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]] = field(default_factory=dict)
     learned: int = field(default=0, compare=False)
 
     @classmethod
@@ -214,10 +225,12 @@ class SampleMeta:
         tokens: int,
         weight: float,
         learned: int = 0,
+        references: Mapping[str, Iterable[Iterable[tuple[int, ...]]]] | None = None,
     ) -> SampleMeta:
         """The metadata of a sample whose media have these `sizes`: by encoder, without channels, multiples of `block`.
 
-        encoders: specs of at least the encoders in `sizes`; leave out of `sizes` an encoder without media.
+        encoders: specs of at least the encoders in `sizes`; leave out of `sizes` an encoder without media. references:
+        by generator and medium the sizes of the pictures that it is made from.
         """
         grids = {name: tuple(encoders[name].grid(*size) for size in sizes_of) for name, sizes_of in sizes.items()}
         prefixes = {name: encoders[name].prefix for name in grids if encoders[name].prefix}
@@ -226,7 +239,19 @@ class SampleMeta:
             for name, of_media in grids.items()
             if encoders[name].canvases
         }
-        return cls(tokens=tokens, weight=weight, grids=grids, prefixes=prefixes, canvases=canvases, learned=learned)
+        followed = {
+            name: tuple(tuple(encoders[name].grid(*size) for size in of_medium) for of_medium in sizes_of)
+            for name, sizes_of in (references or {}).items()
+        }
+        return cls(
+            tokens=tokens,
+            weight=weight,
+            grids=grids,
+            prefixes=prefixes,
+            canvases=canvases,
+            references={name: of_media for name, of_media in followed.items() if any(of_media)},
+            learned=learned,
+        )
 
     @property
     def patches(self) -> dict[str, tuple[int, ...]]:
@@ -234,8 +259,15 @@ class SampleMeta:
         return {name: self.lengths(name) for name in self.grids}
 
     def lengths(self, module: str) -> tuple[int, ...]:
-        """Number of patches of each of a module's media, in order of appearance; (number of tokens,) for "llm"."""
-        return (self.tokens,) if module == "llm" else tuple(map(prod, self.grids.get(module, ())))
+        """Number of patches of each of a module's media, in order of appearance; (number of tokens,) for "llm".
+
+        Patches of the pictures that one is made from count.
+        """
+        if module == "llm":
+            return (self.tokens,)
+        drawn = tuple(map(prod, self.grids.get(module, ())))
+        references = self.references.get(module, ((),) * len(drawn))
+        return tuple(count + sum(map(prod, grids)) for count, grids in zip(drawn, references, strict=True))
 
     def segments(self, module: str) -> tuple[int, ...]:
         """Number of positions of each of a module's segments: its prefix, and its length or canvas."""
@@ -250,7 +282,7 @@ class WorstCase:
     Attributes:
       tokens: the most LLM tokens of a sample.
       media: the most media of a sample, per encoder.
-      patches: the most patches of a medium, per encoder.
+      patches: the most patches of a medium, per encoder, with those of the pictures that it is made from.
       sides: the most patches along a side of a medium, per encoder.
       least: the fewest patches of a medium, per encoder; an encoder for which that is unknown is left out.
     """
@@ -291,6 +323,8 @@ class Sample:
         in the mixture, in 0…1 (see `Process`).
       dropped: per generator and medium to be drawn, opened or not, whether it is learned without its condition; a
         missing generator for none.
+      references: per generator and medium to be drawn, the pictures [h, w, C] that it is made from; a missing generator
+        for none.
       broken: if a part of it could not be read, (dataset, name, reason, id, medium); see `skipped.Fault`.
       normalised: the mean that was subtracted from each channel of its images, and the deviation by which they were
         then divided; () for neither.
@@ -316,6 +350,7 @@ class Sample:
     noise: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     times: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     dropped: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    references: Mapping[str, tuple[tuple[np.ndarray, ...], ...]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     normalised: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     tiled: Mapping[str, tuple[Tiled, ...]] = field(default_factory=dict)
@@ -347,7 +382,9 @@ class Microbatch:
     where it is learned (see `Process`); and index [R, T/merge**A] int32: where each token's placeholder is in the
     flattened LLM rows of the row's cell, or -1.
     With `EncoderSpec.queries` N: segments [R, N + T] and positions [R, N + T, A], in which the N places of the
-    condition come first, and index [R, N].
+    condition come first, and index [R, N]. With `EncoderSpec.references` positions have three numbers, of which the
+    first is 0 at the patches of the picture to be drawn, and k at those of the k-th one that it is made from, which
+    follow: their patches have no noise, and their targets, times and weights are 0.
     inputs["<generator of codes>"]: as the LLM's, of codes: tokens [R, T] int32 (the code before, 0 before the first),
     targets [R, T] int32, weights [R, T] float32 (0 for padding), positions and segments [R, T] int32; and index [R, T]
     int32: the place of the answer's token that is being spoken in the flattened LLM rows of the row's cell, or -1.

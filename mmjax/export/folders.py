@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +18,8 @@ from mmjax.models.config import LLM, lora_name
 from mmjax.models.lora.merging import require_adapters
 from mmjax.recipe import Recipe
 from mmjax.recipe.exportable import compose_run, without_images
+from mmjax.weights.folder import PIPELINE
+from mmjax.weights.pipelines import SCHEDULER, SCHEDULER_FILE, Pipeline
 
 if TYPE_CHECKING:  # see `importing`
     import numpy as np
@@ -50,7 +54,8 @@ def export_folders(
     A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
     dtypes and files, and tensors that mmjax does not hold are copied. If all modules started from one folder, the copy
     is `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
-    `out`/<first module>, and a language model that started from none gives a new folder.
+    `out`/<first module>, and a language model that started from none gives a new folder. A generator that started from
+    a pipeline of ``diffusers`` gives one with its denoiser, the scheduler by its settings, and the autoencoder.
     No more than one tensor, or one file of the folder, is in memory.
 
     Args:
@@ -93,8 +98,12 @@ def export_folders(
         target = Path(out) if len(sources) == 1 else Path(out) / modules[0]
         original = folder_parameters(recipe, path, shapes)
         files = grown_files(recipe, original.folder.config) if LLM in modules else {}
-        tensors = rewrite(original.folder, original.places, read, target, copies=original.copies, files=files)
-        written[str(target)] = modules, tensors
+        pipeline = recipe.model.parts[modules[0]].weights.pipeline
+        place = target / pipeline.denoiser if pipeline else target
+        tensors = rewrite(original.folder, original.places, read, place, copies=original.copies, files=files)
+        if pipeline:
+            _write_pipeline(recipe, pipeline, modules[0], target)
+        written[str(place)] = modules, tensors
     copied = [name for names in sources.values() for name in names]
     without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
@@ -103,6 +112,21 @@ def export_folders(
     if not written:
         raise ConfigError(f"--format=safetensors: no module of {run_dir} has such a folder; use --format=orbax")
     return ExportedFolders(step, written, without, apart)
+
+
+def _write_pipeline(recipe: Recipe, pipeline: Pipeline, part: str, out: Path) -> None:
+    """Writes the rest of a pipeline beside its denoiser: scheduler, autoencoder and index.
+
+    Text encoders and tokenizers, in whose place the denoiser has learned to read the run's LLM, are left out.
+    """
+    from mmjax.models.scheduler_files import changed_scheduler
+
+    scheduler = changed_scheduler(pipeline.scheduler(), recipe.model.node_of(part).settings)
+    (out / SCHEDULER).mkdir()
+    (out / SCHEDULER / SCHEDULER_FILE).write_text(json.dumps(scheduler, indent=2) + "\n")
+    if folder := pipeline.autoencoder_folder:
+        shutil.copytree(folder, out / Path(folder).name)
+    shutil.copyfile(Path(pipeline.path) / PIPELINE, out / PIPELINE)
 
 
 def _write_new(recipe: Recipe, saved: SavedParameters, stored: Read, out: Path) -> int:

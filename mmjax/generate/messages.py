@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mmjax.assembly.latents import usual_pixels, usual_size
 from mmjax.assembly.model import encoder_specs
 from mmjax.assembly.samples import open_source
 from mmjax.configurable import require
@@ -13,6 +14,7 @@ from mmjax.data.config import PackingConfig
 from mmjax.data.picture_prompts import MOST_SIDE
 from mmjax.data.source import Source
 from mmjax.data.sources.config import PROMPTS, SourceConfig
+from mmjax.data.sources.target_pictures import with_reference_size
 from mmjax.data.types import BLANK, EncoderSpec, Sample
 from mmjax.eval.folder import source_like
 from mmjax.mesh.layout import cell_count
@@ -66,10 +68,24 @@ def for_pictures(recipe: Recipe, path: str, *, media: str, cache: str, source: s
     The arguments and errors are those of `for_messages`; `path` is a file of dialogues with blank pictures.
     """
     blank = {name: replace(node.latents, path=BLANK) for name, node in recipe.model.nodes.items() if node.latents.path}
+    paths = [recipe.model[name].latents.path for name in blank]
     model = recipe.model.map(lambda node: replace(node, latents=blank.get(node.name, node.latents)))
+    like = source_like(recipe, source, "--messages")
     recipe = replace(recipe, model=model)
     changes = {"kind": "llava", "draw": False, "drawn_size": (0, 0), "drawn_pixels": MOST_SIDE**2}
+    changes |= _of_latents(paths[0]) if paths else _of_references(like) if like else {}
     return _prompts(recipe, path, changes, media=media, cache=cache, limit=0, source=source)
+
+
+def _of_references(like: SourceConfig) -> dict[str, Any]:
+    """The sizes, as settings of a source, of the pictures that those of the source ``like`` are made from."""
+    rule = with_reference_size(like)
+    return {"reference_size": rule.drawn_size, "reference_pixels": 0 if any(rule.drawn_size) else rule.drawn_pixels}
+
+
+def _of_latents(path: str) -> dict[str, Any]:
+    """The same where their latents were made ahead, in the folder ``path``."""
+    return {"reference_size": usual_size(path) or (0, 0), "reference_pixels": usual_pixels(path)}
 
 
 def for_messages(recipe: Recipe, path: str, *, media: str, cache: str, limit: int, source: str = "") -> Prompts:

@@ -91,7 +91,8 @@ def draw_pictures(
         write_messages(records, path, media, named, is_prompt=False)
         try:
             prompts = for_pictures(recipe, str(path), media=media, cache=folder, source=source)
-            drawn = [_noisy(sample, seed, number % samples) for number, sample in enumerate(prompts.samples())]
+            of_messages = map(decoders.with_latents, prompts.samples())
+            drawn = [_noisy(sample, seed, number % samples) for number, sample in enumerate(of_messages)]
             for number, sample in enumerate(drawn):
                 _require_sizes(prompts, sample, sizes[number // samples], names[number // samples])
             prompts.require_positions(drawn)

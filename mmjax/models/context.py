@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -97,6 +98,15 @@ class Context:
         T, ...]``.
         """
         return jax_compat.all_gather_invariant(x_BT, self.axes.stream, 1) if self.axes.stream else x_BT
+
+    def part_of(self, places: int) -> int:
+        """This rank's number of ``places`` of a row, of which ranks that split rows have equal parts."""
+        return places // lax.axis_size(self.axes.positions) if self.axes.positions else places
+
+    def largest(self, x_BT: Array) -> Array:
+        """The largest value of each row ``[B]``, from this rank's part of it."""
+        x_B = jnp.max(x_BT, axis=1)
+        return lax.pmax(x_B, self.axes.positions) if self.axes.positions else x_B
 
     @property
     def unshared(self) -> Context:

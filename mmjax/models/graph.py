@@ -341,9 +341,15 @@ def _kv_head_selectors(slices: Sequence[ModuleSlice]) -> dict[str, Open]:
 def cp_tokens(module: Module, layout: Layout) -> str:
     """The distribution of a module's tokens over cp ranks: ``layout.cp_tokens``, such as "lpt".
 
-    It is "contiguous" for modules with convolutions; ``module`` is such as ``module_of(DecoderConfig())``.
+    It is "contiguous" for modules with convolutions, and for rows of a condition and patches, of both of which each
+    rank has a run; ``module`` is such as ``module_of(DecoderConfig())``.
     """
-    return "contiguous" if module.in_order else layout.cp_tokens
+    return "contiguous" if module.in_order or _queries(module) else layout.cp_tokens
+
+
+def _queries(module: Module) -> int:
+    """The number of places of a condition in a module's rows."""
+    return module.medium.queries if module.medium else 0
 
 
 def reads_order(module: Module, layout: Layout) -> bool:

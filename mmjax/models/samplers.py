@@ -71,15 +71,16 @@ class Sampler:
           predict: computes the model's predictions for such inputs.
         """
         updates = [self.updates(microbatch) for microbatch in inputs]
-        patches = [microbatch["patches"] for microbatch in inputs]
+        patches, drawn = [microbatch["patches"] for microbatch in inputs], [*map(_is_drawn, inputs)]
         for step in range(self.steps):
             step_inputs = [
-                {**microbatch, "patches": x, "times": _filled(microbatch["times"], update.time(step))}
-                for microbatch, x, update in zip(inputs, patches, updates, strict=True)
+                {**microbatch, "patches": x, "times": _filled(microbatch["times"], update.time(step)) * is_drawn_RT}
+                for microbatch, x, update, is_drawn_RT in zip(inputs, patches, updates, drawn, strict=True)
             ]
             predictions = predict(step_inputs)
             patches = [
-                update(step, x, prediction) for update, x, prediction in zip(updates, patches, predictions, strict=True)
+                np.where(is_drawn_RT[..., None], update(step, x, prediction), x)
+                for update, x, prediction, is_drawn_RT in zip(updates, patches, predictions, drawn, strict=True)
             ]
         return patches
 
@@ -109,7 +110,7 @@ class Sampler:
         """The times of each patch, [R, T], or of all, one after another."""
         if not self.process.dynamic_shift:
             return self.flow_times(0).tolist()
-        counts_RT = _patch_counts(microbatch["segments"][:, -microbatch["patches"].shape[1] :])
+        counts_RT = _patch_counts(microbatch["segments"][:, -microbatch["patches"].shape[1] :] * _is_drawn(microbatch))
         table = {count: self.flow_times(count) for count in np.unique(counts_RT).tolist()}
         every = np.asarray([table[count] for count in counts_RT.ravel().tolist()])
         return [column.reshape(counts_RT.shape) for column in every.T]
@@ -223,6 +224,14 @@ def _medium_and_noise(
     if prediction == "sample":
         return predicted_RTE, (x_RTE - of_medium * predicted_RTE) / of_noise
     return of_medium * x_RTE - of_noise * predicted_RTE, of_medium * predicted_RTE + of_noise * x_RTE
+
+
+def _is_drawn(microbatch: HostInputs) -> np.ndarray:
+    """Whether each patch is of a picture that is drawn, bool [R, T]; others are of pictures that one is made from."""
+    shape_RT, positions = microbatch["patches"].shape[:2], microbatch.get("positions")
+    if positions is None or positions.shape[-1] < 3:
+        return np.ones(shape_RT, bool)
+    return positions[:, -shape_RT[1] :, 0] == 0
 
 
 def _filled(times_RT: np.ndarray, time: np.ndarray | float) -> np.ndarray:

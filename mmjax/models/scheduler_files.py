@@ -7,6 +7,7 @@ from typing import Any
 
 from mmjax.configurable import ConfigError, one_of
 from mmjax.models.diffusion import Diffusion
+from mmjax.weights.pipelines import SCHEDULER, SCHEDULER_FILE, Pipeline
 
 _FLOW = "FlowMatchEulerDiscreteScheduler"
 _SAMPLERS = {
@@ -101,6 +102,33 @@ def scheduler_settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "clip": float(config.get("clip_sample_range", 1.0)) if clips and _SAMPLERS[kind] == "ddim" else 0.0,
         **{field: config.get(key, default) for key, (field, default) in _DDPM_KEYS.items()},
     }
+
+
+def pipeline_settings(pipeline: Pipeline) -> dict[str, Any]:
+    """The fields of ``Diffusion`` that a pipeline's scheduler sets, by name; {} if the pipeline has none.
+
+    Raises:
+      ConfigError: the scheduler is none that mmjax has; the message names the file in the pipeline.
+    """
+    config = pipeline.scheduler()
+    return scheduler_settings(config, f"{SCHEDULER}/{SCHEDULER_FILE}") if config else {}
+
+
+def changed_scheduler(config: Mapping[str, Any], settings: Diffusion) -> dict[str, Any]:
+    """The content of a scheduler's file with these settings: equal to ``config`` where it has them already.
+
+    Args:
+      config: the file's content before; {} for a new one.
+      settings: the settings.
+    """
+    written = scheduler_config(settings)
+    if not config:
+        return written
+    before = scheduler_settings(config, SCHEDULER_FILE)
+    if all(getattr(settings, field) == value for field, value in before.items()):
+        return dict(config)
+    kind = str(config["_class_name"])
+    return {**config, **written, "_class_name": kind if _SAMPLERS[kind] == settings.sampler else written["_class_name"]}
 
 
 def scheduler_config(settings: Diffusion) -> dict[str, Any]:

@@ -159,6 +159,8 @@ class EqualHeads(ModuleSettings):
 class ConditionTokens(ModuleSettings):
     """Settings of a generator whose condition may have places of its own in a row, before those of patches."""
 
+    splits_queries: ClassVar[bool] = False
+    """Whether ranks of context parallelism may have equal parts of such places, and of those of patches."""
     shares_queries: ClassVar[bool] = False
     """Whether ranks of sequence parallelism may share such places; they share those of patches then too."""
     queries: int = 0
@@ -167,7 +169,7 @@ class ConditionTokens(ModuleSettings):
     @property
     def needs_whole_rows(self) -> bool:
         """See ``ModuleSettings``."""
-        return self.queries > 0
+        return self.queries > 0 and not self.splits_queries
 
     @property
     def needs_all_tokens(self) -> bool:
@@ -179,7 +181,11 @@ class ConditionTokens(ModuleSettings):
         super().check(name, layout)
         field = setting_name(name, self, "queries")
         fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to 1"
-        require(not self.queries or layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)
+        require(not self.needs_whole_rows or layout.cp == 1, f"{name}/Layout.cp", layout.cp, fix)
+        if layout.cp > 1:
+            ranks = layout.cp * (layout.tp if layout.shares_tokens and self.shares_queries else 1)
+            fix = f"ranks of {name}/Layout.cp={layout.cp} have equal parts of its places; use a multiple of {ranks}"
+            require(self.queries % ranks == 0, field, self.queries, fix)
         if self.shares_queries and layout.shares_tokens:
             fix = f"{name}/Layout.tp={layout.tp} ranks share its places; use a multiple, or set Layout.sp to False"
             require(self.queries % layout.tp == 0, field, self.queries, fix)

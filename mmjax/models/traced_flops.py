@@ -228,7 +228,7 @@ def parameter_shapes(create: Create) -> dict[str, Any]:
 def _axes(module: Any) -> int:
     """The number of axes of positions in the module's rows."""
     spec = module.medium
-    return spec.axes if spec and not spec.codes else module.position_axes
+    return spec.position_axes if spec and not spec.codes else module.position_axes
 
 
 def _positions(module: Any) -> int:

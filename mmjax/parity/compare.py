@@ -6,7 +6,7 @@ A leaf's name starts with its module, in a complete state after its kind: "param
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,9 +54,11 @@ class Expected(Run):
 
     Attributes:
       gradients: for each step, gradients before clipping by a leaf's name without a kind; frozen modules have none.
+      starts: for each step, the leaves that it began with; () for those after the step before.
     """
 
     gradients: list[Leaves]
+    starts: Sequence[Leaves] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +176,12 @@ def _leaf_gap(actual: Leaves, expected: Leaves) -> float:
     return max((_ratio(norm([gaps[n]]), max(norm([expected[n]]), least)) for n in expected), default=0.0)
 
 
-def _update_gap(module: str, actual: Run, expected: Run, step: int, *, frozen: bool) -> float:
+def _update_gap(module: str, actual: Run, expected: Expected, step: int, *, frozen: bool) -> float:
     """Relative difference of a module's update; infinite for a frozen module that changed."""
     updates = []
-    for run in (actual, expected):
-        before, after = (of_module(of_kind(run.leaves[s], "params"), module) for s in (step, step + 1))
+    for starts, run in ((actual.leaves, actual), (expected.starts or expected.leaves, expected)):
+        pair = starts[step], run.leaves[step + 1]
+        before, after = (of_module(of_kind(leaves, "params"), module) for leaves in pair)
         updates.append(difference(after, before))
     if frozen and any(leaf.any() for leaf in updates[0].values()):
         return math.inf

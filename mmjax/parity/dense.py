@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from mmjax import reference
 from mmjax.models.graph import MultimodalModel
 from mmjax.optimizer_config import OptimizerConfig
-from mmjax.parity.compare import MOMENTS, Expected, Leaves, module_of
+from mmjax.parity.compare import MOMENTS, Expected, Leaves, module_of, of_kind
 from mmjax.parity.samples import Steps
 
 
@@ -20,6 +20,7 @@ def run_reference(
     samples: Steps,
     clip_norm: float,
     report: Callable[[int], None] | None = None,
+    starts: Sequence[Leaves] = (),
 ) -> Expected:
     """Trains a model with the reference, for as many steps as ``samples`` has entries.
 
@@ -32,11 +33,15 @@ def run_reference(
       samples: the samples of every step, as ``Samples.steps(3)`` of ``mmjax.parity.samples`` gives them.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       report: called after each step with the number of steps done.
+      starts: leaves of another run before each step, with their kinds in their names. Later steps begin with these: so
+        the rounding of an update, which the next gradients may magnify, is no difference between the runs.
     """
     state = reference.TrainState(leaves=dict(initial))
     factors = reference.rate_factors(initial, model, optimizers)
-    result = Expected(losses=[], norms=[], leaves=[_named(state, optimizers)], gradients=[])
+    result = Expected(losses=[], norms=[], leaves=[_named(state, optimizers)], gradients=[], starts=starts)
     for step, step_samples in enumerate(samples):
+        if step and starts:
+            state = _state_of(starts[step], step)
         out = reference.step_loss_and_gradients(state.leaves, model, step_samples)
         # Gradients of frozen modules are dropped after the differentiation, which then compiles only once.
         gradients = {name: g for name, g in out.gradients.items() if not optimizers[module_of(name)].frozen}
@@ -58,6 +63,12 @@ def run_reference(
         if report:
             report(step + 1)
     return result
+
+
+def _state_of(leaves: Leaves, updates: int) -> reference.TrainState:
+    """The state that ``leaves`` of a run have after so many updates."""
+    params, first, second = (of_kind(leaves, kind) for kind in ("params", *MOMENTS))
+    return reference.TrainState(leaves=params, first=first, second=second, updates=updates)
 
 
 def _named(state: reference.TrainState, optimizers: Mapping[str, OptimizerConfig]) -> Leaves:

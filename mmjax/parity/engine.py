@@ -133,6 +133,7 @@ def check(
             samples.steps(steps),
             clip_norm=train.clip_norm,
             report=bar.update,
+            starts=actual.leaves[:steps],
         )
     comparison = compare(actual, expected, small.model.optimizers, clip_norm=train.clip_norm, dtype=dtype)
     return CheckReport(comparison=comparison, shrunk=shrunk, programs=programs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,8 +146,23 @@ class Maker:
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
             times={name: tuple(self._time(rng, name, medium) for medium in media[name]) for name in drawn},
             dropped={name: tuple(self._process(name).draw_dropped(rng) for _ in media[name]) for name in drawn},
+            references={
+                name: self._references(rng, name, media[name]) for name in drawn if self._most_references(name)
+            },
             tiled=tiled,
         )
+
+    def _most_references(self, name: str) -> int:
+        return self.encoders[name].references
+
+    def _references(
+        self, rng: np.random.Generator, name: str, media: Sequence[np.ndarray]
+    ) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Pictures from which each of the media of a generator is made: none, or up to its most, turned about."""
+        counts = rng.integers(0, self._most_references(name) + 1, len(media))
+        shapes = [(width, height, channels) for height, width, channels in (medium.shape for medium in media)]
+        of_media = zip(shapes, counts, strict=True)
+        return tuple(tuple(_numbers(rng, shape) for _ in range(count)) for shape, count in of_media)
 
     def _process(self, name: str) -> Process:
         return self.encoders[name].process
@@ -202,8 +217,8 @@ def _tiled(size: tuple[int, int], spec: EncoderSpec) -> Tiled:
 
 
 def _largest(spec: EncoderSpec) -> int:
-    """The most patches of a medium."""
-    return LARGEST * spec.patches_per_token * spec.multiple**spec.axes
+    """The most patches of a medium, with those of the pictures that it is made from."""
+    return (1 + spec.references) * LARGEST * spec.patches_per_token * spec.multiple**spec.axes
 
 
 def _most_media(spec: EncoderSpec) -> int:

@@ -180,7 +180,8 @@ def _encoder(c: Any, layout: Layout) -> Any:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
     sizes |= _levels(c, tp) if "heads_by_level" in fields else {}
-    sizes |= {"queries": min(c.queries, SMALL["queries"])} if "queries" in fields else {}
+    if "queries" in fields:
+        sizes["queries"] = min(c.queries, _multiple(SMALL["queries"], layout.row_multiple))
     if "canvases" in fields:
         small = (tuple(min(side, SMALL["canvas"]) for side in canvas) for canvas in c.canvases)
         sizes["canvases"] = tuple(dict.fromkeys(small))

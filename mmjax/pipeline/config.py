@@ -41,7 +41,7 @@ class OffloadConfig:
           schedule: the value of ``Train.schedule``.
 
         Raises:
-          ConfigError: it does not wait, or has lanes whose parameters are to be away.
+          ConfigError: it does not wait, or has lanes that copy shards of parameters.
         """
         if self.activations:
             never = {
@@ -54,8 +54,9 @@ class OffloadConfig:
             is_busy = layout.lanes > 1 or schedule not in NESTING
             require(is_busy, f"{name}/Offload.activations", value=True, fix=fix)
         if self.parameters:
-            fix = f"the parameters of lanes stay on their devices; {_OFF}, or {name}/Layout.lanes to 1"
-            require(layout.lanes == 1, f"{name}/Offload.parameters", value=True, fix=fix)
+            fix = f"the lanes' parameters are shards between ops, and copied for each; {_OFF}"
+            is_whole = layout.lanes == 1 or not layout.shards_parameters
+            require(is_whole, f"{name}/Offload.parameters", value=True, fix=fix)
             never = {
                 "llm": f"the {LLM}'s parameters are read all the time",
                 "generator": "a generator runs between others' ops under every schedule",

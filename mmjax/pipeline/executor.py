@@ -23,7 +23,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.gathered_params import GatheredParams
 from mmjax.pipeline.lane_views import over_lanes
-from mmjax.pipeline.offload import DEVICE, HOST, moved, replaced
+from mmjax.pipeline.offload import DEVICE, HOST, in_memory, moved, replaced
 from mmjax.pipeline.overwriting import owned, reduce_program, update_program
 from mmjax.pipeline.place import InputShapes, PlacedModel
 from mmjax.pipeline.stage import Output, StageFunctions
@@ -400,10 +400,18 @@ class _Run(Walker):
         self._move_parameters(op.stage, DEVICE)
 
     def _move_parameters(self, stage: str, kind: str) -> None:
-        """Moves compute parameters; masters that are the same arrays are moved with them."""
-        before, states = self.params[stage], self.executor.states
-        self.params[stage] = moved(before, kind)
-        states[stage] = replaced(states[stage], before, self.params[stage])
+        """Moves compute parameters, of all lanes; masters that are the same arrays are moved with them."""
+        places, states = self.placed.local_places(stage), self.executor.states
+        before = {place: self.params[place] for place in places}
+        after = {place: moved(params, kind) for place, params in before.items()}
+        self.params |= after
+        if self.graph.stage(stage).lanes == 1:
+            states[stage] = replaced(states[stage], before[stage], after[stage])
+        else:  # masters over all lanes have the shards of the lanes' parameters, but are other arrays
+            state = self.placed.stages[stage].state
+            direct = in_memory({m: state.master_avals[m] for m in state.direct_modules}, kind)
+            masters = over_lanes([{m: params[m] for m in direct} for params in after.values()], direct)
+            states[stage] = {**states[stage], "master": {**states[stage]["master"], **masters}}
 
     def stash(self, op: Op) -> None:
         """Moves a microbatch's residuals to the host."""

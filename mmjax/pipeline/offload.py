@@ -29,6 +29,13 @@ def moved(tree: Any, kind: str) -> Any:
     return jax.tree.map(lambda x: x if x.sharding.memory_kind == kind else _copied(x, kind), tree)
 
 
+def in_memory(avals: Any, kind: str) -> Any:
+    """``ShapeDtypeStruct`` with shardings in one kind of memory, ``DEVICE`` or ``HOST``, from those of a tree."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(kind)), avals
+    )
+
+
 def _copied(x: jax.Array, kind: str) -> jax.Array:
     shards = x.addressable_shards
     targets = [SingleDeviceSharding(shard.device, memory_kind=kind) for shard in shards]

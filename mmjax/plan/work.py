@@ -301,7 +301,8 @@ def module_work(
         # Ranks of tp share tokens: a gather and a scatter are as much as a sum. Backward gathers inputs once more.
         sums=(2, 5 if recompute.layer else 3),
         heads=(settings.heads, settings.kv_heads),
-        ring=0.0 if settings.needs_whole_rows else width * settings.kv_heads * head * item,
+        # Rows of a condition are split by hand alone: its places have to be a multiple of the ranks.
+        ring=0.0 if getattr(settings, "queries", 0) else width * settings.kv_heads * head * item,
         attention=2 * settings.heads * head * _pairs(node.module, width) / settings.layers,
         carried=carried,
         output_bytes=output_bytes,

@@ -53,7 +53,7 @@ def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
         fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
         require(source.settings.medium == "image", "Model.edges", edge.text, fix)
         queries, field = getattr(target.settings, "queries", 0), setting_name(target.name, target.settings, "queries")
-        fix = f"its condition ({field}={queries}) has no places for an image; leave the edge out, or set {field} to 0"
+        fix = f"its condition ({field}={queries}) has no places for an image; leave it out, or use 'dit' with queries=0"
         require(not queries, "Model.edges", edge.text, fix)
     if edge.target != LLM:
         projector = source.projector.settings if source.projector else ProjectorConfig()

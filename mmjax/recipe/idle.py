@@ -149,8 +149,12 @@ def _of_offload(recipe: Recipe, module: str) -> Reasons:
 def _of_source(recipe: Recipe, _: str) -> Reasons:
     media = {recipe.model[name].settings.medium for name in recipe.model.media}
     reasons = {} if "recording" in media else {"max_seconds": "no encoder hears recordings"}
+    if not any(getattr(recipe.model[name].settings, "references", 0) for name in recipe.model.generators):
+        why = "no generator of the model makes pictures from others; set painter/MMDiT.references to 1"
+        reasons |= dict.fromkeys(("reference_size", "reference_pixels"), why)
     if set(recipe.model.generators) <= set(recipe.model.talkers):
         reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "no generator of the model makes pictures")
     elif all(recipe.model[name].latents.path for name in set(recipe.model.generators) - set(recipe.model.talkers)):
-        reasons |= dict.fromkeys(("drawn_size", "drawn_pixels"), "latents have the sizes with which they were made")
+        sizes = ("drawn_size", "drawn_pixels", "reference_size", "reference_pixels")
+        reasons |= dict.fromkeys(sizes, "latents have the sizes with which they were made")
     return reasons

@@ -359,6 +359,7 @@ def draw_loss(
     time: float,
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
     further: Mapping[str, jax.Array] = NONE_FURTHER,
+    references: Sequence[Float[np.ndarray, "h w C"]] = (),
 ) -> Float[Array, ""]:
     """Weighted sum of squared errors of the prediction, such as of the velocity noise - picture.
 
@@ -374,6 +375,7 @@ def draw_loss(
       time: the time of the generator's process, such as the share of noise, from 0 to 1.
       projector: settings of the projectors.
       further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
+      references: pictures that this one is made from, of a generator with two streams.
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge.
@@ -382,7 +384,7 @@ def draw_loss(
     dtype = next(iter(params.values())).dtype
     noisy_HWC, target_HWC, weight = noised(dit, picture_HWC, noise_HWC, time)
     patches, targets = (jnp.asarray(cut_patches(x, dit.patch, dit.merge), dtype) for x in (noisy_HWC, target_HWC))
-    predict = _velocity_of(params, name, dit, picture_HWC, projector)
+    predict = _velocity_of(params, name, dit, picture_HWC, projector, references)
     predicted = predict(hidden_ND, patches, jnp.asarray(share_of(dit, time), dtype), further=further)
     return weight * jnp.sum(jnp.square(predicted - targets))
 
@@ -395,6 +397,7 @@ def integrate(
     noise_HWC: Float[np.ndarray, "h w C"],
     projector: ProjectorConfig = DEFAULT_PROJECTOR,
     further: Mapping[str, jax.Array] = NONE_FURTHER,
+    references: Sequence[Float[np.ndarray, "h w C"]] = (),
 ) -> Float[np.ndarray, "T X"]:
     """Makes a picture's patches from noise by Euler's method: dx/dt is a flow's velocity, from t = 1 to 0.
 
@@ -411,6 +414,7 @@ def integrate(
       noise_HWC: noise of the picture's shape.
       projector: settings of the projectors.
       further: the features [N, E] of further modules at the picture's tokens, by name of the module, such as "vision".
+      references: pictures that this one is made from, of a generator with two streams.
 
     Raises:
       ValueError: a side of the picture is not a multiple of patch * merge, or the generator is not drawn so.
@@ -419,7 +423,7 @@ def integrate(
         raise ValueError(f"{name}/DiT.sampler={dit.sampler!r}: the reference draws by Euler's method, not rescaled")
     params = dense_leaves({key: leaf for key, leaf in leaves.items() if module_of(key) in (name, f"{name}_projector")})
     patches = jnp.asarray(cut_patches(noise_HWC, dit.patch, dit.merge), next(iter(params.values())).dtype)
-    predict = _velocity_of(params, name, dit, noise_HWC, projector)
+    predict = _velocity_of(params, name, dit, noise_HWC, projector, references)
     for time, following in itertools.pairwise(flow_times(dit, len(patches))):
         at = jnp.asarray(time, patches.dtype)
         velocity_TX = predict(hidden_ND, patches, at, further=further)
@@ -431,7 +435,12 @@ def integrate(
 
 
 def _velocity_of(
-    leaves: Arrays, name: str, dit: DiTConfig | UNetConfig, picture_HWC: np.ndarray, projector: ProjectorConfig
+    leaves: Arrays,
+    name: str,
+    dit: DiTConfig | UNetConfig,
+    picture_HWC: np.ndarray,
+    projector: ProjectorConfig,
+    references: Sequence[np.ndarray],
 ) -> Callable[..., jax.Array]:
     """`velocity` for pictures of this size, as a function of hidden states, patches, time and ``further``.
 
@@ -442,6 +451,9 @@ def _velocity_of(
         return functools.partial(
             unet_velocity, leaves, name=name, c=dit, rows=rows, columns=columns, projector=projector
         )
-    has_streams = f"{name}/layers/000/condition_attn/q" in leaves
-    function = double_stream_velocity if has_streams else velocity
-    return functools.partial(function, leaves, name=name, dit=dit, rows=rows, columns=columns, projector=projector)
+    settings = {"name": name, "dit": dit, "rows": rows, "columns": columns, "projector": projector}
+    if f"{name}/layers/000/condition_attn/q" not in leaves:
+        return functools.partial(velocity, leaves, **settings)
+    behind = tuple(jnp.asarray(cut_patches(picture, dit.patch, dit.merge)) for picture in references)
+    sides = tuple((picture.shape[0] // dit.patch, picture.shape[1] // dit.patch) for picture in references)
+    return functools.partial(double_stream_velocity, leaves, behind=behind, sides=sides, **settings)

@@ -37,7 +37,7 @@ _STREAMS = ("condition_", "")
 _NONE_FURTHER: Mapping[str, jax.Array] = {}
 
 
-@functools.partial(jax.jit, static_argnames=("name", "dit", "rows", "columns", "projector"))
+@functools.partial(jax.jit, static_argnames=("name", "dit", "rows", "columns", "projector", "sides"))
 def double_stream_velocity(
     leaves: Arrays,
     hidden_ND: jax.Array,
@@ -50,6 +50,8 @@ def double_stream_velocity(
     columns: int,
     projector: ProjectorConfig,
     further: Mapping[str, jax.Array] = _NONE_FURTHER,
+    behind: tuple[jax.Array, ...] = (),
+    sides: tuple[tuple[int, int], ...] = (),
 ) -> Float[Array, "T X"]:
     """The velocity that a double-stream transformer predicts for the patches of one noisy picture at `time`.
 
@@ -66,18 +68,21 @@ def double_stream_velocity(
       rows, columns: numbers of the picture's patches.
       projector: settings of its projector.
       further: nothing; a double-stream transformer reads the LLM alone.
+      behind: patches of each picture that this one is made from, without noise.
+      sides: the numbers of rows and columns of each of these.
     """
     if further:
         raise ValueError(f"{name}: a double-stream transformer reads the LLM alone, and not {sorted(further)}")
     condition_ND = project(leaves, f"{name}_projector", hidden_ND, 1, projector)
-    x_TD = affine(leaves, f"{name}/patch", _channels_first(patches_TX, dit.channels))
+    every_TX = jnp.concatenate([patches_TX, *(patches.astype(patches_TX.dtype) for patches in behind)])
+    x_TD = affine(leaves, f"{name}/patch", _channels_first(every_TX, dit.channels))
     time_D = _embedded_time(leaves, name, time).astype(x_TD.dtype)
-    tables = _tables(dit, len(condition_ND), rows, columns)
+    tables = _tables(dit, len(condition_ND), ((rows, columns), *sides))
     for layer in range(dit.layers):
         condition_ND, x_TD = _layer(leaves, f"{name}/layers/{layer:03d}", dit, (condition_ND, x_TD), time_D, tables)
     scale, shift = jnp.split(affine(leaves, f"{name}/last_modulation", jax.nn.silu(time_D)), 2)
     predicted_TX = affine(leaves, f"{name}/prediction", normalised(x_TD) * (1 + scale) + shift)
-    by_channel = predicted_TX.reshape(len(x_TD), dit.channels, dit.patch**2)
+    by_channel = predicted_TX[: len(patches_TX)].reshape(len(patches_TX), dit.channels, dit.patch**2)
     return by_channel.transpose(0, 2, 1).reshape(patches_TX.shape)
 
 
@@ -94,12 +99,16 @@ def _embedded_time(leaves: Arrays, name: str, time: jax.Array) -> jax.Array:
     return affine(leaves, f"{name}/time_out", jax.nn.silu(affine(leaves, f"{name}/time_in", features)))
 
 
-def _tables(dit: MMDiTConfig, queries: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines [N + T, K / 2] of the angles by which pairs of neighbours rotate."""
-    first = max(rows // 2, columns // 2)
+def _tables(dit: MMDiTConfig, queries: int, pictures: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines [N + T, K / 2] of the angles by which pairs of neighbours rotate.
+
+    `pictures` are the rows and columns of the picture that is made, and of those that it is made from.
+    """
+    first = max(side // 2 for sides in pictures for side in sides)
     places = [(first + number,) * 3 for number in range(queries)]
-    above, left = rows - rows // 2, columns - columns // 2
-    places += [(0, row - above, column - left) for row in range(rows) for column in range(columns)]
+    for picture, (rows, columns) in enumerate(pictures):
+        above, left = rows - rows // 2, columns - columns // 2
+        places += [(picture, row - above, column - left) for row in range(rows) for column in range(columns)]
     angles = [
         [
             place[axis] * _THETA ** (-2 * pair / width)

@@ -257,9 +257,12 @@ def _loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[
         drawn = zip(sample.media[name], sample.noise[name], sample.times[name], strict=True)
         conditions = _conditions(model, sample, name, hidden_ND, encoded)
         dropped = sample.dropped.get(name) or [False] * len(sample.media[name])
-        for (condition, further), (picture, noise, time), is_dropped in zip(conditions, drawn, dropped, strict=True):
+        followed = sample.references.get(name) or [()] * len(sample.media[name])
+        for (condition, further), (picture, noise, time), is_dropped, references in zip(
+            conditions, drawn, dropped, followed, strict=True
+        ):
             condition = jnp.zeros_like(condition) if is_dropped else condition
-            loss = draw_loss(leaves, name, dit, condition, picture, noise, time, projector, further)
+            loss = draw_loss(leaves, name, dit, condition, picture, noise, time, projector, further, references)
             losses[key] = losses[key] + loss
     for name in (name for name, node in model.encoders.items() if node.module.losses):
         for medium in sample.media.get(name, ()):
@@ -326,8 +329,9 @@ def draw(leaves: Leaves, model: MultimodalModel, sample: Sample, name: str) -> l
     encoded = _encode_all(leaves, model, sample)
     *_, hidden_ND = _text(leaves, model, sample, encoded)
     conditions = _conditions(model, sample, name, hidden_ND, encoded)
-    for (condition, further), noise in zip(conditions, sample.noise[name], strict=True):
-        pictures.append(integrate(leaves, name, dit, condition, noise, projector, further))
+    followed = sample.references.get(name) or [()] * len(sample.noise[name])
+    for (condition, further), noise, references in zip(conditions, sample.noise[name], followed, strict=True):
+        pictures.append(integrate(leaves, name, dit, condition, noise, projector, further, references))
     return pictures
 
 

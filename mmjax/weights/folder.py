@@ -21,6 +21,8 @@ ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a folder of PEFT, which has only adapters."""
 STEM, DIFFUSERS_STEM = "model", "diffusion_pytorch_model"
 """Beginnings of names of files with tensors, in folders of ``transformers`` and of ``diffusers``."""
+PIPELINE = "model_index.json"
+"""The file of a pipeline of ``diffusers``, whose parts are folders of modules."""
 SINGLE = f"{STEM}.safetensors"
 INDEX = f"{SINGLE}.index.json"
 _POINTER = b"version https://git-lfs"
@@ -151,6 +153,9 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is empty; download the model again, with access to it if it is gated")
     if not is_there(file) and is_there(folder / ADAPTER_CONFIG):
         return read_object(folder / ADAPTER_CONFIG)
+    if not is_there(file) and is_there(folder / PIPELINE):
+        fix = "name it in Weights.path of a generator, or one of its folders here"
+        raise ConfigError(f"{path} is a pipeline of diffusers; {fix}")
     if not is_there(file):
         raise ConfigError(f"{path} has no {CONFIG}; name a folder as save_pretrained writes it")
     return read_object(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -87,12 +88,19 @@ def require_equal(got: Any, expected_all: Any) -> None:
 SIZES = [(2, 4, 2), (3, 6, 2)]
 """Ranks, query heads and key/value heads."""
 MORE_SIZES = [(4, 4, 4), (5, 5, 1), (3, 6, 3), (6, 12, 2)]
+QUICK = [("need", 2), ("gather", 3), ("ring", 3), ("all-to-all", 3)]
+"""The ways and numbers of ranks of `make test`: among three ranks, "need" compiles for as long as all others do."""
 
 
-@pytest.mark.parametrize("cp_way", EXCHANGES)
 @pytest.mark.parametrize(
-    ("ranks", "heads", "groups"),
-    [*SIZES, *(pytest.param(*size, marks=pytest.mark.slow) for size in MORE_SIZES)],
+    ("cp_way", "ranks", "heads", "groups"),
+    [
+        *(
+            pytest.param(way, *size, marks=() if (way, size[0]) in QUICK else pytest.mark.long)
+            for way, size in product(EXCHANGES, SIZES)
+        ),
+        *(pytest.param(way, *size, marks=pytest.mark.slow) for way, size in product(EXCHANGES, MORE_SIZES)),
+    ],
 )
 @settings(max_examples=4, deadline=None)
 @given(case=cases())
@@ -103,7 +111,7 @@ def test_every_way_is_attention_of_whole_rows(cp_way: str, ranks: int, heads: in
 
 
 @pytest.mark.parametrize("cp_way", EXCHANGES)
-@pytest.mark.parametrize(("value_width", "block"), [(5, 512), (11, 16)])
+@pytest.mark.parametrize(("value_width", "block"), [pytest.param(5, 512, marks=pytest.mark.long), (11, 16)])
 def test_values_of_another_width_than_keys(
     cp_way: str, value_width: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +135,9 @@ def test_values_of_another_width_than_keys(
     np.testing.assert_allclose(np.asarray(whole)[real], np.asarray(want[0])[real], atol=2e-5)
 
 
-@pytest.mark.parametrize("cp_way", EXCHANGES)
+@pytest.mark.parametrize(
+    "cp_way", [pytest.param(way, marks=() if way == "ring" else pytest.mark.long) for way in EXCHANGES]
+)
 def test_rows_of_several_blocks(cp_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "BLOCK", 16)
     rng = np.random.default_rng(0)

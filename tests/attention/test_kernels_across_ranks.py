@@ -6,6 +6,7 @@ Plain kernels stand for them, see ``stand_ins``; the oracle has scores of all pa
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -44,6 +45,8 @@ OTHERS = {
     "media see all media": Mask.of("text sees all before; media sees media everywhere"),
     "grid": Mask("full", grid_window=2),
 }
+QUICK = ("window", "cornstarch", "grid")
+"""Masks with which `make test` exchanges what is needed, which takes several seconds to compile."""
 
 
 @pytest.fixture
@@ -147,8 +150,13 @@ def test_masks_of_words_on_one_rank(name: str, by_blocks: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("stands_in")
-@pytest.mark.parametrize(("cp_way", "ranks"), [("gather", 3), ("need", 3), ("all-to-all", 2)])
-@pytest.mark.parametrize("name", [*RUNS, *OTHERS])
+@pytest.mark.parametrize(
+    ("name", "cp_way", "ranks"),
+    [
+        pytest.param(name, *way, marks=pytest.mark.long if way[0] == "need" and name not in QUICK else ())
+        for name, way in product([*RUNS, *OTHERS], [("gather", 3), ("need", 3), ("all-to-all", 2)])
+    ],
+)
 def test_intervals_among_ranks(name: str, cp_way: str, ranks: int, by_blocks: list[str]) -> None:
     mask = (RUNS | OTHERS)[name]
     inputs = rows(mask, name)

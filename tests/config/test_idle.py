@@ -211,6 +211,14 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
         f"mine/Source.{name}": (value, SOURCE, (*SOURCE, *PAINTED[:2]))
         for name, value in {"drawn_size": "(32, 32)", "drawn_pixels": "4096"}.items()
     },
+    **{
+        f"mine/Source.{name}": (
+            value,
+            (*SOURCE, *PAINTED[:2]),
+            (*SOURCE, "Model.generators={'painter': 'mmdit'}", PAINTED[1], "painter/MMDiT.references=1"),
+        )
+        for name, value in {"reference_size": "(32, 32)", "reference_pixels": "4096"}.items()
+    },
     "mine/Source.video_sound": ("True", SOURCE, (*SOURCE, *CALLS, "mine/Source.video='timestamps'")),
     "mine/Source.pieces": ("{'question': 'Q: {text} '}", (*SOURCE, "mine/Source.template='folder'"), SOURCE),
     "vision/Optimizer.frozen_dtype": ("'bfloat16'", (), ("vision/Optimizer.frozen=True",)),

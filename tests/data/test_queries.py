@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmjax.assembly.packers import bucket_shapes
 from mmjax.configurable import ConfigError
 from mmjax.data.buckets import Cells, choose, fill_buckets
 from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
 from mmjax.data.possible_runs import possible_runs
+from mmjax.data.sample import meta_of
 from mmjax.data.types import EncoderSpec, Sample, SampleMeta, WorstCase
 
 PAINTER = 90
@@ -58,6 +60,35 @@ def test_a_row_is_the_places_of_a_condition_and_one_picture() -> None:
     assert painter["targets"].shape == (3, 8, 1) and painter["times"].shape == painter["weights"].shape == (3, 8)
     assert painter["weights"].sum(axis=1).tolist() == [4, 3, 0]
     assert painter["positions"][1, :5].tolist() == [[-1, -1], [-2, -2], [0, 0], [0, 1], [0, 2]]
+
+
+def test_pictures_that_one_is_made_from_follow_it() -> None:
+    """Without noise, targets and weights; padding is that of the row, and the picture alone comes back."""
+    spec = replace(SPEC, references=2, buckets=((3, QUERIES + 12),))
+    packer, made = packer_of(spec, 1), sample((2, 2), (1, 3))
+    seen = [np.full((*size, 1), value, np.float32) for size, value in (((1, 2), 7), ((2, 3), 8))]
+    made = replace(made, references={"painter": (tuple(seen), ())})
+    painter = packer.microbatch([made], 1).inputs["painter"]
+    assert painter["segments"].tolist() == [[1] * 14, [1] * 5 + [0] * 9, [0] * 14]
+    assert painter["patches"][:2, :, 0].tolist() == [[0.75, 1.5, 2.25, 3, 7, 7] + [8] * 6, [3.75, 4.5, 5.25] + [0] * 9]
+    for name in ("weights", "times"):
+        assert (painter[name][0] > 0).tolist() == [True] * 4 + [False] * 8
+    assert not painter["targets"][0, 4:].any()
+    behind = [[1, 0, 0], [1, 0, 1], *([2, row, column] for row in range(2) for column in range(3))]
+    assert painter["positions"][0].tolist() == [[-1] * 3, [-2] * 3, [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], *behind]
+    meta = meta_of(made, {"painter": spec})
+    assert meta.segments("painter") == (14, 5) and packer.plan(0, [meta]).denominators["painter"] == 7
+    back = packer.media("painter", packer.plan(0, [meta]).microbatches[0], -painter["targets"])
+    np.testing.assert_array_equal(back[0][0], made.media["painter"][0])
+
+
+def test_shapes_of_buckets_are_those_of_rows() -> None:
+    """Arrays of patches are narrower than rows by the places of the condition, in every bucket."""
+    packer = packer_of(replace(SPEC, buckets=((3, QUERIES + 40), (2, QUERIES + 49))), 2)
+    for signature, shapes in bucket_shapes(packer, 4).items():
+        filled = packer.fill(packer.plan_microbatch([], 4, dict(signature)), {})
+        wanted = {key: {name: array.shape for name, array in of.items()} for key, of in filled.inputs.items()}
+        assert {key: {name: array.shape for name, array in of.items()} for key, of in shapes.items()} == wanted
 
 
 def test_a_picture_lies_in_the_corner_of_its_canvas() -> None:

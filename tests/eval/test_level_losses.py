@@ -23,7 +23,10 @@ from mmjax.reference import loss_sums
 DDPM = ("painter/DiT.process='ddpm'", "painter/DiT.prediction='v'", "painter/DiT.sampler='dpm++'")
 
 
-@pytest.mark.parametrize("changes", [(), (*DDPM, "painter/DiT.train_steps=40", "painter/DiT.min_snr=5.0")])
+@pytest.mark.parametrize(
+    "changes",
+    [(*DDPM, "painter/DiT.train_steps=40", "painter/DiT.min_snr=5.0"), pytest.param((), marks=pytest.mark.long)],
+)
 def test_losses_by_level_are_the_references(
     changes: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

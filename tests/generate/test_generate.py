@@ -123,7 +123,7 @@ WHOLES = {
 """Whole models, and the folders of their processors."""
 
 
-SHORT = [("llava_onevision", "one device"), ("llava_next_mistral", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
+SHORT = [("llava_onevision", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
 """Cases of `make test`."""
 
 

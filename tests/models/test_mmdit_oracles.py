@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from spmd_runs import AXES, on_tp, slice_of
 
 from mmjax.configurable import ConfigError, preset_values
+from mmjax.data.packing import Packer
 from mmjax.data.patches import patchify, unpatchify
-from mmjax.data.types import EncoderSpec
+from mmjax.data.types import EncoderSpec, Sample
 from mmjax.mesh.spread import Axes
 from mmjax.models.context import Context
 from mmjax.models.families import FAMILIES, PROJECTOR
@@ -262,3 +263,27 @@ def test_models_that_cannot_be_computed_are_refused(changes: dict[str, Any], sai
     with pytest.raises(ConfigError) as caught:
         settings({**folder().config, **changes})
     assert str(caught.value).startswith(said)
+
+
+def test_rows_of_edits_are_the_inputs_of_diffusers() -> None:
+    """What the data side makes of a picture and of the one that it is made from: packed latents and their places."""
+    wanted, latents = inputs_of("edit"), [oracles()[f"edit/latents{number}"] for number in range(2)]
+    count, queries = oracles()["edit/mask"].shape
+    spec = EncoderSpec(
+        **{"patch": 2, "channels": 4, "drawn": True, "special": queries, "queries": queries, "references": 1},
+        buckets=((count, queries + wanted["patches"].shape[1]),),
+    )
+    packer = Packer(encoders={"m": spec}, sequence_length=count * queries, microbatches=1, cells=1, pad=0)
+    made, seen = (tuple(x.transpose(1, 2, 0) for x in of_picture) for of_picture in latents)
+    sample = Sample(
+        tokens=np.full(count * queries, 9, np.int32),
+        loss_weights=np.zeros(count * queries, np.float32),
+        **{"media": {"m": made}, "question": "", "answer": "", "prompt": 0, "media_tokens": {"m": 9}},
+        noise={"m": made},  # so that the mixture at any time is the picture
+        times={"m": tuple(map(float, oracles()["edit/times"]))},
+        references={"m": tuple((picture,) for picture in seen)},
+    )
+    inputs = packer.microbatch([sample], 1).inputs["m"]
+    np.testing.assert_allclose(inputs["patches"], wanted["patches"], atol=1e-6)
+    np.testing.assert_array_equal(inputs["positions"][:, queries:], wanted["positions"][:, queries:])
+    np.testing.assert_array_equal(inputs["times"].max(axis=1), wanted["times"].max(axis=1))

@@ -30,7 +30,10 @@ from mmjax.models.unet.weights import rows, settings, to_hf_config, unused
 from mmjax.weights.table import assemble, expand, match
 
 FOLDER = Path(__file__).parents[1] / "oracles" / "unet"
-NAMES = [("tiny", "wide"), ("tiny", "odd"), ("other", "odd")]
+NAMES = [
+    ("tiny", "odd"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("tiny", "wide"), ("other", "odd"))),
+]
 TOLERANCE = 1e-4
 
 
@@ -150,7 +153,7 @@ def test_recomputing_changes_nothing() -> None:
     assert_equal("tiny", "odd", *computed("tiny", "odd", remat="full"))
 
 
-@pytest.mark.parametrize("name", ["tiny", "other"])
+@pytest.mark.parametrize("name", ["tiny", pytest.param("other", marks=pytest.mark.long)])
 def test_ranks_of_tp_change_nothing(name: str) -> None:
     """Of two ranks, with an even number of heads and with an odd one."""
     assert_equal(name, "odd", *computed(name, "odd", tp=2))

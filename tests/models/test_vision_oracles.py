@@ -175,7 +175,14 @@ def test_merged_patches_and_tp_have_the_same_features(family: str, padding: int)
     assert_theirs(family, c, inputs, features(c, read, inputs, tp=2))
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if name.startswith("dinov") and name != "dinov2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("dinov2_with_registers", "dinov3_vit_gated") else pytest.mark.long)
+        for name in NAMES
+        if name.startswith("dinov") and name != "dinov2"
+    ],
+)
 def test_gradients_are_those_of_torch(family: str) -> None:
     config, _, oracles = folder(family)
     c, read = loaded(family)

@@ -55,11 +55,11 @@ def llm(vision: int = 2, **degrees: Any) -> Changes:
 
 SPLIT: Changes = {"Train.schedule": "zb-h1"}
 FAST: dict[str, Changes] = {
-    "softmax, tp and pp": SOFTMAX | llm(tp=2, pp=2),
-    "sigmoid, one device": SIGMOID,
     "capacity, cp in another order": CAPACITY | llm(cp=2, dp=2, ep=2) | {"llm/Layout.cp_tokens": "zigzag"},
 }
 LONG: dict[str, Changes] = {
+    "softmax, tp and pp": SOFTMAX | llm(tp=2, pp=2),
+    "sigmoid, one device": SIGMOID,
     "sigmoid, dp and cp": SIGMOID | llm(dp=2, cp=2),
     "shared, zb-h1": SHARED | llm(tp=2, pp=2) | SPLIT,
     "adapters": SHARED | llm(tp=2) | {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/q", "experts/*", "shared/up")},

@@ -83,10 +83,9 @@ MATRIX: dict[str, Changes] = {
     | {"llm/Decoder.remat": "full", "Train.unroll": True},
     "two layers on one device": EXPERTS | layouts(0, {}) | {"llm/Decoder.layers": 2},
 }
-FAST = "two layers on one device"
 
 
-@cases(MATRIX, fast=FAST)
+@cases(MATRIX)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

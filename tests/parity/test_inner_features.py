@@ -53,6 +53,9 @@ MATRIX: dict[str, Changes] = {
     | layouts(0, {"dp": 4}, pp=2, tp=2)
     | PHASED
     | {"vision/Offload.parameters": True},
+    "lanes with phases, offloaded": DENSE
+    | layouts(0, {"tp": 2, "lanes": 2}, pp=2, tp=2)
+    | {"Train.schedule": "encoders-first", "Train.microbatches": 4, "vision/Offload.parameters": True},
     "chunks": DENSE | layouts(2, {"dp": 2}, pp=2, chunks=2) | {"Train.schedule": "interleaved"},
     "full recomputation": DENSE | TWO_STAGES | {"llm/Decoder.remat": "full", "vision/ViT.remat": "full"},
     "unrolled, products kept": DENSE | TWO_STAGES | {"llm/Decoder.remat": "dots", "Train.unroll": True},

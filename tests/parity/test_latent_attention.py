@@ -55,7 +55,6 @@ SPLIT: Changes = {"Train.schedule": "zb-h1"}
 ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*",)}
 FAST: dict[str, Changes] = {
     "lite, tp and pp": LITE | llm(tp=2, pp=2),
-    "lite, cp": LITE | llm(cp=2),
 }
 LAYOUTS: dict[str, Changes] = {
     "one device": {},
@@ -87,6 +86,7 @@ LAYOUTS: dict[str, Changes] = {
 }
 LONG = {f"{model}, {name}": MODELS[model] | layout for model in MODELS for name, layout in LAYOUTS.items()}
 LONG |= {
+    "lite, cp": LITE | llm(cp=2),
     "full, adapters": FULL | llm(tp=2) | ADAPTERS,
     "full, ep": FULL | llm(dp=2, ep=2),
     "full, ep, cp and tp": FULL | llm(cp=2, tp=2, ep=2),

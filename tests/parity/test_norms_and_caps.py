@@ -116,10 +116,9 @@ MATRIX |= {
     | {"vision/ViT.class_token": True, "vision/ViT.registers": 3, "vision/ViT.remat": "dots"},
 }
 MATRIX["two layers on one device"] = PALIGEMMA2 | layouts(0, {}) | {"llm/Decoder.layers": 2}
-FAST = "two layers on one device"
 
 
-@cases(MATRIX, fast=FAST)
+@cases(MATRIX)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

@@ -18,7 +18,6 @@ DINOV2: Changes = {
 
 
 SPLIT: Changes = {"Train.schedule": "zb-h1", "vision/Layout.layers": (1, 1)}
-ONE = "registers without a class token"
 MATRIX: dict[str, Changes] = {
     "centres, cp and tp": DINOV3 | layouts(4, {"cp": 2, "tp": 2}, tp=2),
     "centres, two stages of tp, zb-h1": DINOV3 | layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2) | SPLIT,
@@ -30,11 +29,13 @@ MATRIX: dict[str, Changes] = {
     | layouts(2, {"dp": 2}, tp=2)
     | {"vision/ViT.grid": 32}
     | {"vision/ViT.interpolate": "none"},
-    ONE: DINOV3 | layouts(0, {}) | {"vision/ViT.class_token": False, "llm/Decoder.layers": 1},
+    "registers without a class token": DINOV3
+    | layouts(0, {})
+    | {"vision/ViT.class_token": False, "llm/Decoder.layers": 1},
 }
 
 
-@cases(MATRIX, fast=ONE)
+@cases(MATRIX)
 def test_they_train_as_on_one_device(changes: Changes) -> None:
     report = check(tiny(**changes), style="silent")
     assert report and report.ok, report and report.numbers()

@@ -17,6 +17,7 @@ ADAPTERS: Changes = {
     "painter/Lora.targets": ("attention", "modulation/kernel", "condition_mlp/*"),
     "painter/Optimizer.frozen": True,
 }
+SEEING: Changes = {"painter/MMDiT.references": 2, "painter/MMDiT.drop_condition": 0.3}
 NESTED: Changes = {"Train.schedule": "nested", "Train.microbatches": 4}
 LAYOUTS = {
     "streams 1,2,1 | 1,1,2 | 2,2,1": streams("1,2,1", "1,1,2", "2,2,1", **{"Train.microbatches": 3}),
@@ -40,6 +41,9 @@ LAYOUTS = {
     "streams, three phases": streams("2,1,2", "1,1,4@0", "1,1,4@0", **{"Train.schedule": "three-phase"}),
     "streams, shards, tp": streams("1,1,2", "1,1,2", "2,1,2", **SHARDS),
     "streams, shards in chunks": streams("1,2,1", "1,1,2", "1,2,2", **SHARDS | {"painter/MMDiT.remat": "dots"}),
+    "references 1,2,1 | 1,1,2 | 2,2,1": streams("1,2,1", "1,1,2", "2,2,1", **SEEING),
+    "references, three phases": streams("2,1,2", "1,1,4@0", "1,1,4@0", **SEEING | {"Train.schedule": "three-phase"}),
+    "references on one device": streams("1,1,1", "1,1,1@0", "1,1,1@0", **SEEING),
     "streams, frozen llm": streams("1,2,1", "1,1,2", "2,1,2", **{"llm/Optimizer.frozen": True, "Train.clip_norm": 0.5}),
     "streams, frozen": streams("1,2,1", "1,1,2", "1,2,2", **{"painter/Optimizer.frozen": True}),
     "streams, adapted": streams("1,2,1", "1,1,2", "2,2,1", **ADAPTERS),
@@ -48,7 +52,7 @@ LAYOUTS = {
 }
 
 
-@cases(LAYOUTS, "streams 1,2,1 | 1,1,2 | 2,2,1")
+@cases(LAYOUTS)
 def test_streams(changes: Changes) -> None:
     assert_equal(changes)
 

@@ -74,7 +74,7 @@ ADAPTERS: Changes = {"llm/Lora.rank": 2, "llm/Lora.targets": ("attn/*", "mlp/*")
 TWO_STAGES: Changes = layouts(4, {"pp": 2, "tp": 2}, pp=2, tp=2)
 
 
-def cases(matrix: Mapping[str, Changes], fast: str) -> pytest.MarkDecorator:
+def cases(matrix: Mapping[str, Changes], fast: str = "") -> pytest.MarkDecorator:
     """``changes`` of each case of a matrix, by its name; all but ``fast`` are long tests."""
     marks = {name: [] if name == fast else [pytest.mark.long] for name in matrix}
     return pytest.mark.parametrize(
@@ -144,6 +144,43 @@ STREAMS: dict[str, Any] = {
     "painter/Projector.kind": "linear",
     "painter/Projector.norm": "rms",
 }
+
+
+# A UNet of two levels, whose pictures lie on two canvases; tp divides its groups and heads, and not those of one head.
+UNET: dict[str, Any] = {
+    "Model.generators": {"painter": "unet"},
+    "llm/Decoder.vocab": 262,
+    "painter/Packing.buckets": (),
+    "painter/Layout.sp": False,
+    "painter/UNet.width": 12,
+    "painter/UNet.queries": 2,
+    "painter/UNet.channels": 1,
+    "painter/UNet.widths": (8, 16),
+    "painter/UNet.heads_by_level": (1, 0),
+    "painter/UNet.mid_heads": 2,
+    "painter/UNet.groups": 4,
+    "painter/UNet.canvases": ((4, 4),),
+    "painter/UNet.loss_weight": 0.5,
+    "painter/Projector.hidden": 12,
+}
+
+# A second generator, a diffusion transformer beside the one named painter.
+PRINTER: dict[str, Any] = {
+    "llm/Decoder.vocab": 263,
+    **{name.replace("painter/", "printer/"): value for name, value in HAND.items() if name.startswith("painter/")},
+}
+
+
+def unet(llm: str, vision: str, painter: str, **changes: Any) -> dict[str, Any]:
+    """An image encoder, an LLM, and a UNet; layouts as in ``three``."""
+    return UNET | _layouts(llm=llm, vision=vision, painter=painter) | changes
+
+
+def both(llm: str, vision: str, painter: str, printer: str, first: Changes = UNET, /, **changes: Any) -> dict[str, Any]:
+    """The same with a second generator, a diffusion transformer; ``first`` are settings of the first one."""
+    ((_, kind),) = first["Model.generators"].items()
+    generators = {"Model.generators": {"painter": kind, "printer": "dit"}}
+    return first | PRINTER | generators | _layouts(llm=llm, vision=vision, painter=painter, printer=printer) | changes
 
 
 def streams(llm: str, vision: str, painter: str, **changes: Any) -> dict[str, Any]:

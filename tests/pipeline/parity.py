@@ -149,6 +149,9 @@ MODELS = {
     ),
     "drawing, queries": model_with(generators={"painter": QUERIES, "printer": replace(DIT, loss_weight=2.0)}),
     "drawing, streams": model_with(generators={"painter": STREAMS}),
+    "drawing, references": model_with(
+        generators={"painter": replace(STREAMS, references=2, guidance=2.0, steps=3, drop_condition=0.3)}
+    ),
     "drawing, streams, chunked": model_with(
         llm={"layers": 4}, generators={"painter": replace(STREAMS, layers=4)}, loras={"painter": LoraConfig(rank=2)}
     ),

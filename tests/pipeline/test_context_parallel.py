@@ -42,6 +42,10 @@ NESTED = Case(
     samples=25,
 )
 
+THREE_PHASES = replace(
+    CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
+)
+
 
 def over(case: Case, way: str, tokens: str = "lpt") -> Case:
     """The case with another way and distribution."""
@@ -52,16 +56,15 @@ def over(case: Case, way: str, tokens: str = "lpt") -> Case:
 
 
 FAST = {
-    "2→1": VISION,
-    "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
-    "1→2, all-to-all": over(LLM, "all-to-all"),
-    "2→4, ring": over(Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)), "ring"),
-    "2→2, three phases": replace(
-        CHUNKED, model="plain", vision=Layout(cp=2, dp=2, rank_offset=4), llm=Layout(cp=2, pp=2), schedule="three-phase"
-    ),
+    "2→2, ring, three phases": over(THREE_PHASES, "ring"),
     "1→2, need": over(LLM, "need", "contiguous"),
 }
 LONG = {
+    "2→2, three phases": THREE_PHASES,
+    "2→4, ring": over(Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)), "ring"),
+    "2→1": VISION,
+    "1→3": Case(vision=Layout(dp=2, rank_offset=6), llm=Layout(cp=3, pp=2)),
+    "1→2, all-to-all": over(LLM, "all-to-all"),
     "1→2, zb-h1": replace(PIPELINE, schedule="zb-h1", remat="dots", microbatches=3),
     "2→1, fan-out": Case(vision=Layout(cp=2, tp=2), llm=Layout(dp=4, rank_offset=4)),
     "2→1, need, whole media": over(VISION, "need", "segments"),

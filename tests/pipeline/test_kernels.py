@@ -21,7 +21,7 @@ CROSSED = Case(
 CASES = [
     pytest.param("tokamax", MASKED, id="intervals, cp, words", marks=pytest.mark.long),
     pytest.param("cudnn", CROSSED, id="cudnn, all-to-all"),
-    pytest.param("cudnn", Case(one_bucket=True), id="cudnn, one program"),
+    pytest.param("cudnn", Case(one_bucket=True), id="cudnn, one program", marks=pytest.mark.long),
     pytest.param(
         "tokamax",
         replace(

@@ -36,6 +36,8 @@ BUCKETS = (1, 2, 2, 1)
 # are the masters themselves, where every rank is an optimizer instance.
 GATHERED = {"eye": Layout(dp=4), "ear": Layout(dp=2), "llm": Layout(tp=2, pp=2)}
 MASTERS = {**GATHERED, "eye": Layout(dp=2, tp=2, optimizer_instances=2)}
+LANES = {**GATHERED, "eye": Layout(dp=2, lanes=2)}
+MASTERS_OF_LANES = {**GATHERED, "eye": Layout(tp=2, lanes=2, optimizer_instances=2)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Case:
     window: int = 2
     frozen: tuple[str, ...] = ()
     dtype: str = "float32"
+    schedule: str = "three-phase"
 
     def executor(self, offloaded: bool) -> Executor:
         own = OffloadConfig(parameters=self.parameters, optimizer=self.optimizer)
@@ -58,7 +61,7 @@ class Case:
             clip_norm=0.4,
             offloads={"eye": own} if offloaded else {},
         )
-        executor = toy.executor(model, len(BUCKETS), "three-phase", window=self.window)
+        executor = toy.executor(model, len(BUCKETS), self.schedule, window=self.window)
         assert isinstance(executor, Executor)
         return executor
 
@@ -71,6 +74,9 @@ CASES = {
     "frozen": Case(frozen=("eye",), optimizer=True),
     "frozen, its masters serve": Case(layouts=MASTERS, frozen=("eye",), optimizer=True, dtype="bfloat16"),
     "frozen, gathered": Case(frozen=("eye",), optimizer=True, dtype="bfloat16"),
+    "lanes": Case(layouts=LANES, optimizer=True, schedule="encoders-first", window=0),
+    "masters of lanes": Case(layouts=MASTERS_OF_LANES),
+    "masters of lanes, frozen": Case(layouts=MASTERS_OF_LANES, frozen=("eye",), optimizer=True, dtype="bfloat16"),
     "optimizer alone": Case(parameters=False, optimizer=True),
 }
 LONG = {"masters that serve as parameters", "parameters and optimizer"}

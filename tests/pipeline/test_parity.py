@@ -378,6 +378,8 @@ SLOW = {
         microbatches=4,
         samples=25,
     ),
+    "drawing, queries, cp": replace(DRAWING, model="drawing, queries", painter=Layout(cp=2, rank_offset=6)),
+    "drawing, queries, cp, dp": replace(DRAWING, model="drawing, queries", painter=Layout(cp=2, dp=2), microbatches=3),
     "drawing, queries, three phases": replace(
         DRAWING, model="drawing, queries", schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
     ),
@@ -385,8 +387,19 @@ SLOW = {
     "drawing, streams, two stages, zb-h1": replace(
         STREAMS, painter=Layout(tp=2, sp=False, pp=2), schedule="zb-h1", remat="full", microbatches=4, samples=25
     ),
+    "drawing, references": replace(STREAMS, model="drawing, references"),
+    "drawing, references, two stages, zb-h1": replace(
+        STREAMS,
+        model="drawing, references",
+        **{"painter": Layout(tp=2, pp=2), "schedule": "zb-h1", "microbatches": 4, "samples": 25},
+    ),
     "drawing, streams, sp": replace(STREAMS, painter=Layout(tp=2, rank_offset=6)),
     "drawing, streams, shards": replace(STREAMS, painter=Layout(dp=2, shard="parameters", rank_offset=6)),
+    "drawing, streams, cp": replace(STREAMS, painter=Layout(cp=2, rank_offset=6)),
+    "drawing, streams, cp, two stages, zb-h1": replace(
+        STREAMS, painter=Layout(cp=2, pp=2), schedule="zb-h1", remat="full", microbatches=4, samples=25
+    ),
+    "drawing, streams, cp and tp, ring": replace(STREAMS, painter=Layout(cp=2, tp=2, sp=False, cp_way="ring")),
     "drawing, streams, three phases": replace(
         STREAMS, schedule="three-phase", painter=Layout(dp=4), vision=Layout(dp=4)
     ),

@@ -218,6 +218,8 @@ DRAWN = {
     "lanes": Case(model="drawing twice", vision=Layout(dp=2, lanes=2), llm=Layout(tp=2, pp=2), schedule="nested",
                   painter=Layout(lanes=4), microbatches=3),
     "streams": Case(model="drawing, streams", vision=Layout(), llm=Layout(), painter=Layout(tp=2, pp=2, rank_offset=1)),
+    "references": Case(model="drawing, references", vision=Layout(), llm=Layout(), microbatches=3,
+                       painter=Layout(tp=2, pp=2, rank_offset=1)),
     "guided, two stages": Case(model="drawing, guided", vision=Layout(tp=2, rank_offset=4), llm=Layout(tp=2, pp=2),
                                painter=Layout(pp=2, rank_offset=6)),
     "together": Case(model="drawing", vision=Layout(dp=2), llm=Layout(tp=2), painter=Layout(dp=2), microbatches=1),

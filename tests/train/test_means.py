@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from painted_runs import painted_run
+from PIL import Image
 from trial_runs import leaves
 
 from mmjax.assembly.assembly import place
@@ -52,8 +53,12 @@ def test_means_are_those_of_a_plain_loop(run: Path) -> None:
         assert any(np.abs(saved[name] - params[name]).max() > 1e-3 for name in saved)
 
 
-def test_a_run_goes_on_with_its_means_under_another_layout(run: Path, tmp_path: Path) -> None:
-    """From the middle, to the same means in the end; one that had none begins with the parameters."""
+def test_a_run_goes_on_with_its_means_under_another_layout(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the middle, to the same means in the end, which draw the same from a seed; one that had none begins with
+    the parameters.
+    """
     for step in range(3, STEPS + 1):
         assert (run / "checkpoints" / f"{step:08d}").is_dir()
     copy = tmp_path / "run"
@@ -70,6 +75,19 @@ def test_a_run_goes_on_with_its_means_under_another_layout(run: Path, tmp_path: 
         at = f"llm/{name}"
         want = 0.25 * second[at] + 0.25 * third[at] + 0.5 * last[at]
         np.testing.assert_allclose(mean, want, rtol=1e-4, atol=1e-6, err_msg=name)
+    one, other = (drawn(of, tmp_path / name, "llm/Optimizer.ema=0.0") for name, of in {"a": run, "b": copy}.items())
+    np.testing.assert_allclose(one, other, atol=1)
+    assert one.std() > 1
+    capsys.readouterr()
+
+
+def drawn(run: Path, out: Path, *bindings: str) -> np.ndarray:
+    """Levels of the pictures of a prompt that a run draws from seed 5."""
+    prompt = out.with_suffix(".json")
+    prompt.write_text(json.dumps([{"role": "user", "content": "red"}]))
+    flags = (f"--run_dir={run}", f"--messages={prompt}", "--generate_size=8x8", "--samples=2", "--seed=5")
+    assert main([*flags, f"--out={out}", *(f"--gin.{binding}" for binding in bindings)]) == 0
+    return np.stack([np.asarray(Image.open(path)).astype(int) for path in sorted(out.iterdir())])
 
 
 def test_predictions_and_exports_read_means(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,7 +286,7 @@ def _instances(rng: random.Random, dp: int) -> int:
     return rng.choice((1, rng.choice([n for n in range(1, dp + 1) if dp % n == 0])))
 
 
-def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
+def _spread(rng: random.Random, modules: Modules, *, phased: bool) -> Iterator[str]:
     """Bindings of layouts in which encoders and generators have lanes over the ranks of the LLM; some have none."""
     pp, dp, tp = rng.choice((2, 2, 3)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
     dp, cp = dp if pp * dp * tp <= DEVICES else 1, rng.choice((1, 1, 2))
@@ -304,10 +304,12 @@ def _spread(rng: random.Random, modules: Modules) -> Iterator[str]:
             parts = rng.choice([n for n in (1, 2) if size // lanes // width % n == 0])
             yield from (f"{name}/Layout.lanes={lanes}", f"{name}/Layout.tp={width}")
             yield from _shared_tokens(rng, name, parts)
-            if rng.random() < 0.6:  # other shards than those of states are for modules without lanes
+            if shards := rng.random() < 0.6:  # other shards than those of states are for modules without lanes
                 yield from (f"{name}/Layout.shard='parameters'", f"{name}/Layout.gather={rng.choice(LANED_GATHERS)!r}")
             yield f"{name}/Layout.dp={size // lanes // width // parts}"
             yield f"{name}/Offload.activations={rng.random() < 0.3}"
+            is_idle_between = phased and not shards and name in modules.encoders
+            yield f"{name}/Offload.parameters={is_idle_between and rng.random() < 0.5}"
             spanned = size // width // parts
             yield f"{name}/Layout.optimizer_instances={_instances(rng, spanned)}"
     yield f"Train.unroll={rng.random() < 0.3}"
@@ -345,10 +347,11 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
     Modules are on ranks after one another, all from rank 0 on, or anywhere. Where the schedule has lanes, encoders and
     generators may be spread over the LLM's ranks; encoders may also be replicated on them.
     """
+    phased = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
     if any(f"Train.schedule={name!r}" in shared for name in NESTING) or (
         rng.random() < 0.4 and any(f"Train.schedule={name!r}" in shared for name in LANED)
     ):
-        yield from _spread(rng, modules)
+        yield from _spread(rng, modules, phased=phased)
         return
     if modules.encoders and rng.random() < 0.1:
         yield from _replicated(rng, modules)
@@ -357,7 +360,6 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield from _on_one_rank_set(rng, modules)
         return
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
-    chained = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
     for name, layers in modules.layers.items():
         pp = rng.choice([pp for pp in (1, 1, 2, 3) if pp <= layers])
         chunks = 2 if pp > 1 and pp * 2 <= layers and rng.random() < 0.5 else 1
@@ -372,6 +374,6 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
         yield f"{name}/Layout.optimizer_instances={_instances(rng, dp)}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
-        yield f"{name}/Offload.parameters={chained and name != 'llm' and rng.random() < 0.3}"
-        yield f"{name}/Offload.activations={chained and name != 'llm' and rng.random() < 0.3}"
+        yield f"{name}/Offload.parameters={phased and name != 'llm' and rng.random() < 0.3}"
+        yield f"{name}/Offload.activations={phased and name != 'llm' and rng.random() < 0.3}"
     yield f"Train.unroll={rng.random() < 0.3}"

@@ -83,7 +83,8 @@ class SourceConfig:
     draw: whether a generator makes the image of a caption of it, in place of an encoder that sees it.
     drawn_size: height and width of all pictures to be made, which are scaled to cover it and cut in the middle; (0, 0)
     keeps the shape of each. drawn_pixels: the most pixels of one that keeps its shape, with sides that are multiples of
-    patch * merge of the generator.
+    patch * merge of the generator. reference_size, reference_pixels: the same of pictures that others are made from, as
+    a generator with `references` sees them; (0, 0) and 0 for those of pictures to be made.
 
     video: how a video stands in the text, "timestamps" (each temporal patch behind its time, as in Qwen3-VL) or
     "positions" (its temporal patches together, their times M-RoPE's first numbers, as in Qwen2-VL and Qwen2.5-VL); ""
@@ -129,6 +130,8 @@ class SourceConfig:
     draw: bool = False
     drawn_size: tuple[int, int] = (0, 0)
     drawn_pixels: int = 65536
+    reference_size: tuple[int, int] = (0, 0)
+    reference_pixels: int = 0
     video: str = ""
     fps: float = 2.0
     frames: int = 0
@@ -173,9 +176,11 @@ class SourceConfig:
         require(len(self.size) == 2 and min(self.size) > 0, "Source.size", self.size, "must be (height, width)")
         legal = bool(self.grids) and all(len(grid) == 2 and min(grid) > 0 for grid in self.grids)
         require(legal, "Source.grids", self.grids, "must be (rows, columns) pairs, such as ((1, 2), (2, 1), (2, 2))")
-        legal = len(self.drawn_size) == 2 and (min(self.drawn_size) > 0 or not any(self.drawn_size))
         fix = "must be (height, width), or (0, 0) for each picture's own"
-        require(legal, "Source.drawn_size", self.drawn_size, fix)
+        for name, size in (("drawn_size", self.drawn_size), ("reference_size", self.reference_size)):
+            legal = len(size) == 2 and (min(size) > 0 or not any(size))
+            require(legal, f"Source.{name}", size, fix)
+        not_negative("Source.reference_pixels", self.reference_pixels)
         self._check_video()
         fix = f"must have as many values as Source.mean ({len(self.mean)}), all above 0"
         require(len(self.std) == len(self.mean) and all(s > 0 for s in self.std), "Source.std", self.std, fix)
@@ -211,6 +216,8 @@ class SourceConfig:
         unread = {name: f"Source.resize={self.resize!r} does not read it" for name in names - read - limits}
         sized = f"Source.drawn_size={self.drawn_size} decides the size"
         unread |= {"drawn_pixels": sized} if any(self.drawn_size) else {}
+        sized = f"Source.reference_size={self.reference_size} decides the size"
+        unread |= {"reference_pixels": sized} if any(self.reference_size) else {}
         return unread | self._idle_of_videos()
 
     def _idle_of_videos(self) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mmjax.data.sources.keys import shown
-from mmjax.data.sources.places import DRAWING, Filled, Find, Place, Places
+from mmjax.data.sources.media import Media
+from mmjax.data.sources.places import DRAWING, IMAGE, VIDEO, Filled, Find, Place, Places
 from mmjax.data.sources.storage import Unusable
 from mmjax.data.turns import Turn, last_answer
 
@@ -25,28 +27,14 @@ class Drawings(Places):
 
     def __init__(self, find: Find):
         super().__init__("drawing", find)
-        self._generators: list[object] = []
 
     def add_part(self, part: Mapping[str, Any], *, is_question: bool) -> str:
         """See `Places.add_part`; "generator" names who makes it. Raises Unusable also for a part of a question."""
         if is_question:
             raise Unusable(f"{_IN_ANSWERS}: move the picture there, or leave out generate")
-        self._generators.append(part.get("generator"))
-        return super().add_part(part, is_question=is_question)
-
-    def generator(self, record: Mapping[str, Any]) -> str:
-        """The generator that a record, or parts of its messages, name for its pictures; "" for none.
-
-        Raises Unusable for something else than a name, or for several generators.
-
-        record: the record as it is in the JSON, such as {"generator": "painter", …}.
-        """
-        names = list(dict.fromkeys(str(name) for name in (record.get("generator"), *self._generators) if name))
-        if len(names) > 1:
-            raise Unusable(
-                f"its pictures are of {' and of '.join(map(repr, names))}: write a record for each generator"
-            )
-        return names[0][:80] if names else ""
+        character = super().add_part(part, is_question=is_question)
+        self._places[-1] = replace(self._places[-1], generator=_name(part.get("generator")))
+        return character
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:
         """The places to fill; none for pictures at the end of the last answer."""
@@ -63,6 +51,50 @@ class Drawings(Places):
         if self._places:
             raise Unusable(f"a mark {DRAWING} stands in a question: {_IN_ANSWERS}; move it to the answer")
         return []
+
+
+def with_generators(media: Sequence[Media], value: object) -> tuple[Media, ...]:
+    """Pictures to be made with the generators that a record names: one for all whose parts name none, or one for each.
+
+    Raises Unusable for something else than names, and for more or fewer names than pictures.
+
+    Args:
+      media: the pictures, in the order of their places.
+      value: the record's value of "generator", such as "painter", ["painter", "printer"] or None.
+    """
+    if not media:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        return tuple(replace(medium, generator=medium.generator or _name(value)) for medium in media)
+    if len(value) != len(media):
+        fix = f"name one, or {len(media)}"
+        raise Unusable(f"generator={shown(value)} names {len(value)} for {len(media)} pictures to be made: {fix}")
+    if any(medium.generator for medium in media):
+        raise Unusable(f"generator={shown(value)} and a part of its messages name generators: leave out one of them")
+    return tuple(replace(medium, generator=_name(name)) for medium, name in zip(media, value, strict=True))
+
+
+def _name(value: object) -> str:
+    """The name of a generator; "" for none. Raises Unusable for something else."""
+    if value is not None and not isinstance(value, str):
+        raise Unusable(f"generator={shown(value)} must be the name of a generator")
+    return (value or "")[:80]
+
+
+def images_before(turns: Sequence[Turn], images: Sequence[Media]) -> list[list[int]]:
+    """For each picture to be made, the numbers from 0 of the images before it in the text, without videos.
+
+    Args:
+      turns: the turns, in whose texts marks stand at places alone.
+      images: the images and videos in the order of their marks; those without a mark come first.
+    """
+    marks = [mark for turn in turns for mark in re.findall(f"{IMAGE}|{VIDEO}|{DRAWING}", turn.text)]
+    count, before = len(images) - sum(mark != DRAWING for mark in marks), list[list[int]]()
+    for mark in marks:
+        if mark == DRAWING:
+            before.append([number for number in range(count) if not images[number].is_video])
+        count += mark != DRAWING
+    return before
 
 
 def makes_picture(part: Mapping[str, Any], sort: str) -> bool:

@@ -29,7 +29,7 @@ from mmjax.data.sources.skipped import Fault
 from mmjax.data.sources.storage import Unusable
 from mmjax.json_files import parse
 
-FORMAT = "mmjax-index-9"
+FORMAT = "mmjax-index-10"
 _HEADER_LIMIT = 1 << 16
 
 
@@ -65,6 +65,7 @@ class Measured(NamedTuple):
     clips: (frames, frames a second) of each, (0, 0) for an image.
     recordings: number of frames of each.
     targets: for each picture to be made, the number of its generator, from 0, height and width.
+    references: for each image that a picture is made from, the numbers of the picture and of the image, height, width.
     """
 
     number: int
@@ -79,6 +80,7 @@ class Measured(NamedTuple):
     recordings: tuple[int, ...]
     clips: tuple[tuple[int, float], ...]
     targets: tuple[tuple[int, int, int], ...] = ()
+    references: tuple[tuple[int, int, int, int], ...] = ()
     key: int = 0
 
 
@@ -102,6 +104,9 @@ class Index:
       recording_ends: int64 [N], the end of each record's entries in `recordings`.
       targets: int32 [·, 3], for each picture to be made: the number of its generator, height, width.
       target_ends: int64 [N], the end of each record's rows in `targets`.
+      references: int32 [·, 4], for each image that a picture is made from: the number of the picture among the record's
+        pictures to be made, that of the image in the record, and its height and width as the generator sees it.
+      reference_ends: int64 [N], the end of each record's rows in `references`.
       keys: uint64 [N], hashes by which records are recognised in changed data; see `known_records`.
       names: names of the records.
       faults: the fields of a `Fault` in turn, for each record left out.
@@ -123,6 +128,8 @@ class Index:
     recording_ends: np.ndarray
     targets: np.ndarray
     target_ends: np.ndarray
+    references: np.ndarray
+    reference_ends: np.ndarray
     keys: np.ndarray
     names: Strings
     faults: Strings
@@ -156,13 +163,25 @@ class Index:
         """Number of frames of each recording of a record; `record` as in `sizes`."""
         return self.recordings[_span(self.recording_ends, record)].tolist()
 
-    def targets_of(self, record: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """The number of the generator of a record's pictures to be made, and (height, width) of each.
+    def targets_of(self, record: int) -> list[tuple[int, tuple[int, int]]]:
+        """For each of a record's pictures to be made the number of its generator, and (height, width).
 
-        (0, ()) without any; `record` as in `sizes`.
+        `record` as in `sizes`.
         """
         rows = self.targets[_span(self.target_ends, record)].tolist()
-        return (rows[0][0] if rows else 0), tuple((height, width) for _, height, width in rows)
+        return [(generator, (height, width)) for generator, height, width in rows]
+
+    def references_of(self, record: int) -> tuple[tuple[tuple[int, tuple[int, int]], ...], ...]:
+        """For each picture to be made of a record, the images that it is made from: (number, (height, width)) of each.
+
+        () if none is made from any; `record` as in `sizes`.
+        """
+        rows = self.references[_span(self.reference_ends, record)].tolist()
+        count = int(self.target_ends[record]) - _span(self.target_ends, record).start if rows else 0
+        return tuple(
+            tuple((image, (height, width)) for target, image, height, width in rows if target == number)
+            for number in range(count)
+        )
 
     @property
     def scanned(self) -> int:
@@ -368,6 +387,8 @@ def collect(records: Sequence[Measured], *, faults: Sequence[Fault], files: Iter
         recording_ends=np.cumsum([len(record.recordings) for record in records], dtype=np.int64),
         targets=np.asarray([target for record in records for target in record.targets], np.int32).reshape(-1, 3),
         target_ends=np.cumsum([len(record.targets) for record in records], dtype=np.int64),
+        references=np.asarray([row for record in records for row in record.references], np.int32).reshape(-1, 4),
+        reference_ends=np.cumsum([len(record.references) for record in records], dtype=np.int64),
         keys=unique_keys([record.key for record in records]),
         names=Strings.of(record.name for record in records),
         faults=Strings.of(text for fault in faults for text in fault),

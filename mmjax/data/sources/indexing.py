@@ -44,6 +44,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         + ([spec.frames] if spec.frames > 1 else [])
         + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
         + ([spec.latents] if spec.latents else [])
+        + ([{"references": spec.references}] if spec.references else [])
         for name, spec in records.encoders.items()
     }
     digest, new_tokens = tokenizer_digest(data.tokenizer), data.new_tokens
@@ -163,6 +164,7 @@ class Indexer:
             recordings=tuple(tokenized.recordings),
             clips=tuple(image.clip or (0, 0.0) for image in tokenized.images),
             targets=self.records.numbered(tokenized.targets),
+            references=self.records.numbered_references(tokenized.targets),
             key=indexes.key_of(record, self.records.config.question),
         )
 

@@ -20,6 +20,7 @@ class Media:
       is_video: whether it is a video.
       is_heard: whether a video's sound track is a recording of the record too.
       is_track: whether it is a recording, the sound track of this video.
+      generator: the generator that is to make it; "" leaves that to its record, or to the data's settings.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Media:
     is_video: bool = False
     is_heard: bool = False
     is_track: bool = False
+    generator: str = ""
 
     def read(self, limit: int, head: int | None = None) -> bytes:
         """All bytes; of a file only the first `head`, if that is set.

@@ -56,12 +56,14 @@ class Place:
       is_question: whether it is in a turn that is no answer.
       medium: the part's medium; or the number of a medium of the record; or None for the record's next medium.
       is_heard: whether it is a video whose sound track is heard.
+      generator: the generator that the part names for a medium to be made; "" for none.
     """
 
     is_part: bool
     is_question: bool
     medium: Media | int | None = None
     is_heard: bool = False
+    generator: str = ""
 
 
 class Places:
@@ -142,8 +144,9 @@ class Places:
             else listed[place.medium]
             for place in places
         ]
-        heard = [replace(of_place, is_heard=place.is_heard) for of_place, place in zip(assigned, places, strict=True)]
-        return Filled(sort=self.sort, media=tuple(heard), marks=marks)
+        pairs = zip(assigned, places, strict=True)
+        media_of = (replace(of, is_heard=place.is_heard, generator=place.generator) for of, place in pairs)
+        return Filled(sort=self.sort, media=tuple(media_of), marks=marks)
 
     def _chosen(self, count: int, texts: Sequence[str], *, is_named: bool) -> list[Place]:
         """The places to fill: marks beside parts, in answers or in records without media may be mere text.

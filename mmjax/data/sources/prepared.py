@@ -21,6 +21,7 @@ from mmjax.data.sources.cutting import cut
 from mmjax.data.sources.images import Measure
 from mmjax.data.sources.indexing import Indexer, index_settings
 from mmjax.data.sources.kinds import make_reader
+from mmjax.data.sources.media import Media
 from mmjax.data.sources.observer import IndexObserver
 from mmjax.data.sources.places import DRAWING
 from mmjax.data.sources.skipped import Fault, Skipped
@@ -28,7 +29,7 @@ from mmjax.data.sources.storage import Unreachable, Unusable
 from mmjax.data.sources.tokenized import RecordTokenizer, Targets, TokenizedRecord
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import is_prompt, last_answer, last_question, without_literals
-from mmjax.data.types import EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
+from mmjax.data.types import BLANK, EncoderSpec, Sample, SampleMeta, Tiled, WorstCase
 
 _CHANGED = "it is not what it was when it was indexed"
 
@@ -107,6 +108,7 @@ class PreparedRecords:
             tokens=int(self.index.tokens[number]),
             weight=float(self.index.weights[number]),
             learned=int(self.index.learned[number]),
+            references=self._targets(number).reference_sizes,
         )
 
     def sample(self, number: int, media: Collection[str] | None = None, *, learned: bool = True) -> Sample:
@@ -125,6 +127,7 @@ class PreparedRecords:
         learned = learned or any(encoders[name].drawn for name in wanted & set(encoders))
         tried = set(encoders) if learned and not self.config.strict else wanted
         opened = {name: self._media(name, number, tokenized, faults) for name in self._sizes(number) if name in tried}
+        references = self._references(number, tried, tokenized, faults)
         dialogue = tokenized.dialogue if tokenized else self._blank(number)
         if faults and self.config.strict:
             raise ConfigError(str(faults[0]))
@@ -143,6 +146,7 @@ class PreparedRecords:
             tail=dialogue.tail,
             media_tokens={name: self._records.tokenizer.media_token(name) for name in in_text(encoders)},
             video_tokens={name: self._records.tokenizer.video_token(name) for name in in_text(encoders)},
+            references={name: pictures for name, pictures in references.items() if name in wanted},
             broken=(self.name, *faults[0]) if faults else (),
             normalised=(self.config.mean, self.config.std),
             tiled=self._tiled(number),
@@ -159,6 +163,9 @@ class PreparedRecords:
             media[name], ends[name] = index.targets[is_made, 1:], np.cumsum([0, *is_made])[index.target_ends]
         specs = {name: spec for name, spec in self._records.encoders.items() if len(media[name])}
         patches = {name: np.prod(media[name] // spec.patch, axis=1) for name, spec in specs.items()}
+        for number, name in enumerate(self._records.generators):
+            if name in specs and specs[name].references:
+                patches[name] = patches[name] + self._reference_patches(specs[name])[index.targets[:, 0] == number]
         return WorstCase(
             tokens=int(index.tokens.max()),
             media={name: int(np.diff(ends[name], prepend=0).max()) for name in specs},
@@ -167,6 +174,14 @@ class PreparedRecords:
             least={name: int(counts.min()) for name, counts in patches.items()},
         )
 
+    def _reference_patches(self, spec: EncoderSpec) -> np.ndarray:
+        """Patches of the pictures from which each picture to be made is made, int64, beside `Index.targets`."""
+        index = self.index
+        records = np.searchsorted(index.reference_ends, np.arange(len(index.references)), side="right")
+        before = np.concatenate([[0], index.target_ends])[records]
+        counts = np.prod(index.references[:, 2:] // spec.patch, axis=1)
+        return np.bincount(before + index.references[:, 0], counts, len(index.targets)).astype(np.int64)
+
     # ---- from the index ----------------------------------------------------------------------------------------------
 
     def _sizes(self, number: int) -> dict[str, list[tuple[int, ...]]]:
@@ -174,13 +189,15 @@ class PreparedRecords:
         images = [size for media in self.index.sizes(number) for size in media]
         recordings = [(frames,) for frames in self.index.frames(number)]
         targets = self._targets(number)
-        by_encoder = {self._records.image: images, self._records.audio: recordings, targets.generator: targets.sizes}
+        by_encoder = {self._records.image: images, self._records.audio: recordings, **targets.by_generator}
         return {name: list(sizes) for name, sizes in by_encoder.items() if sizes}
 
     def _targets(self, number: int) -> Targets:
         """The sizes of a record's pictures to be made."""
-        generator, sizes = self.index.targets_of(number)
-        return Targets(generator=self._records.generators[generator], sizes=sizes) if sizes else Targets()
+        targets = self.index.targets_of(number)
+        makers = tuple(self._records.generators[generator] for generator, _ in targets)
+        references = self.index.references_of(number)
+        return Targets(makers=makers, sizes=tuple(size for _, size in targets), references=references)
 
     def _images(self, number: int) -> list[Measure]:
         """The sizes of a record's images and videos."""
@@ -266,6 +283,34 @@ class PreparedRecords:
                     arrays = decoded
             media += arrays
         return tuple(media)
+
+    def _references(
+        self, number: int, tried: Collection[str], tokenized: TokenizedRecord | None, faults: list[Fault]
+    ) -> dict[str, tuple[tuple[np.ndarray, ...], ...]]:
+        """The pictures that a record's pictures are made from, by generator; as `_media`, which it goes with."""
+        targets = self._targets(number)
+        pictures: dict[str, list[tuple[np.ndarray, ...]]] = {
+            name: [] for name in targets.reference_sizes if name in tried
+        }
+        for name, references in zip(targets.makers, targets.references, strict=bool(targets.references)):
+            if name not in pictures:
+                continue
+            channels = self._records.encoders[name].channels
+            opened = [np.zeros((*size, channels), np.float32) for _, size in references]
+            for at, (image, _) in enumerate(references):
+                if tokenized:
+                    medium, record = tokenized.record.images[image], tokenized.record.id
+                    with self._noting(faults, number, record), self._records.naming(medium, self._records.image, image):
+                        opened[at] = self._read_reference(name, medium, opened[at])
+            pictures[name].append(tuple(opened))
+        return {name: tuple(of_maker) for name, of_maker in pictures.items()}
+
+    def _read_reference(self, name: str, medium: Media, blank: np.ndarray) -> np.ndarray:
+        """An image as the generator `name` sees it, of the shape of `blank`. Raises Unusable for another one."""
+        picture, spec = self._records.reference(name, medium), self._records.encoders[name]
+        if spec.latents != BLANK and picture.shape != blank.shape:
+            raise Unusable(_CHANGED)
+        return picture
 
     @contextmanager
     def _noting(self, faults: list[Fault], number: int, record: str = "") -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mmjax import json_files
-from mmjax.data.sources.drawings import Drawings, makes_picture, with_marks
+from mmjax.data.sources.drawings import Drawings, makes_picture, with_generators, with_marks
 from mmjax.data.sources.keys import TURN, require_plain, shown, unread, weight_of
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.places import IMAGE, PLACES, RECORDING, VIDEO, Find, Places, in_text_order, is_empty
@@ -53,8 +53,7 @@ class Record:
         them mark the places of the media.
       images: its images and videos, in the order of their marks; those without a mark come first, videos after images.
       recordings: its recordings, in the order of their marks.
-      targets: the pictures that a generator is to make, in the order of their marks, `<drawing>`, in answers.
-      generator: the generator that makes them; "" = `Data.generator`.
+      targets: the pictures that generators are to make, in the order of their marks, `<drawing>`, in answers.
       system: its system prompt; "" = the source's.
       tools: descriptions of the tools that the model may call.
       id: its id in the data, for messages; "" without one.
@@ -65,7 +64,6 @@ class Record:
     images: tuple[Media, ...] = ()
     recordings: tuple[Media, ...] = ()
     targets: tuple[Media, ...] = ()
-    generator: str = ""
     system: str = ""
     tools: tuple[Any, ...] = ()
     id: str = ""
@@ -207,8 +205,7 @@ def _parsed(value: Mapping[str, Any], find: Find, question: str, *, is_prompt: b
         turns=tuple(written),
         images=in_text_order([turn.text for turn in written], {IMAGE: images, VIDEO: videos}),
         recordings=recordings,
-        targets=to_make.media,
-        generator=drawings.generator(value),
+        targets=with_generators(to_make.media, value.get("generator")),
         system=system,
         tools=_tools(value),
         unread=unread(value),

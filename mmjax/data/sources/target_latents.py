@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,12 @@ from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.media import Media
 from mmjax.data.sources.sizes import Size, Step, stretched
 from mmjax.data.sources.storage import Unusable
-from mmjax.data.sources.target_pictures import TargetPictures, makes_pictures
+from mmjax.data.sources.target_pictures import (
+    PIXEL_CHANNELS,
+    TargetPictures,
+    makes_pictures,
+    with_reference_size,
+)
 from mmjax.data.types import BLANK, EncoderSpec
 
 
@@ -26,6 +32,14 @@ class Targets(Protocol):
 
     def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
         """The medium of a picture, float32; ``data`` are all of its bytes."""
+        ...
+
+    def reference_size(self, image: Media) -> Size:
+        """The size of a picture that others are made from, as the generator sees it. Raises Unusable for none."""
+        ...
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """That picture, float32 [h, w, C]; ``data`` are all of its bytes."""
         ...
 
     @property
@@ -96,6 +110,14 @@ class TargetLatents:
         del alone
         return [self._store.distribution(self._key(data))]
 
+    def reference_size(self, image: Media) -> Size:
+        """See `Targets`."""
+        return self.measure_file(image, alone=True).media[0]
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """See `Targets`: the mean of the latent's distribution."""
+        return self._store.latent(self._key(data), None)
+
     def _key(self, data: bytes) -> str:
         key = key_of(data)
         if key not in self._store:
@@ -117,6 +139,19 @@ class BlankLatents(Pictures):
 
     def __init__(self, name: str, config: SourceConfig, spec: EncoderSpec):
         super().__init__(name, SourceConfig(path=config.path, resize="smart", max_patches=0), spec)
+        pixels = replace(spec, patch=spec.block * spec.factor, merge=1, channels=PIXEL_CHANNELS, canvases=())
+        self._references = TargetPictures(name, with_reference_size(config), "", pixels) if spec.references else None
+
+    def reference_size(self, image: Media) -> Size:
+        """See `Targets`."""
+        assert self._references
+        height, width = self._references.reference_size(image)
+        return height // self.spec.factor, width // self.spec.factor
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """See `Targets`: pixels in place of the latent, -1 to 1, which its autoencoder is to encode."""
+        assert self._references
+        return self._references.reference(data)
 
     def _steps(self, size: Size, *, alone: bool) -> list[Step]:
         return [stretched((size[0] // self.spec.factor, size[1] // self.spec.factor))]

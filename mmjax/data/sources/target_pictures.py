@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from math import floor
 
+import numpy as np
 from PIL import Image
 
 from mmjax.configurable import require
 from mmjax.data.sources.config import SourceConfig
 from mmjax.data.sources.images import Pictures, on_white
+from mmjax.data.sources.media import Media
 from mmjax.data.sources.sizes import Size, Step, covering, smart_size
 from mmjax.data.types import EncoderSpec
 
-_CHANNELS = (1, 3)
+PIXEL_CHANNELS = 3
+"""Red, green and blue."""
+_CHANNELS = (1, PIXEL_CHANNELS)
 """Channels of pictures: grey, or red, green and blue."""
 
 _EPSILON = 1e-9
@@ -50,7 +54,21 @@ class TargetPictures(Pictures):
         half = (0.5,) * spec.channels
         super().__init__(name, replace(config, preset="", resize="smart", max_patches=0, mean=half, std=half), spec)
 
+        rule = with_reference_size(config)
+        is_same = not spec.references or rule == config
+        self._of_references = self if is_same else TargetPictures(name, rule, generator, spec)
+
     files = ()
+
+    def reference_size(self, image: Media) -> Size:
+        """See `Targets`."""
+        (size,) = self._of_references.measure_file(image, alone=True).media
+        return size
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """See `Targets`."""
+        (picture,) = self._of_references.media(data)
+        return picture
 
     def _steps(self, size: Size, *, alone: bool) -> list[Step]:
         return [covering(size, self._size or self._nearest(size))]
@@ -70,6 +88,14 @@ class TargetPictures(Pictures):
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = on_white(image)
         return super()._decoded(image)
+
+
+def with_reference_size(config: SourceConfig) -> SourceConfig:
+    """The source with `reference_size` and `reference_pixels`, if they are set, in place of `drawn_size` and so on."""
+    if not (any(config.reference_size) or config.reference_pixels):
+        return config
+    sizes = {"drawn_size": config.reference_size, "drawn_pixels": config.reference_pixels or config.drawn_pixels}
+    return replace(config, reference_size=(0, 0), reference_pixels=0, **sizes)
 
 
 def makes_pictures(spec: EncoderSpec) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from mmjax.data.processor.template import FolderTemplate
 from mmjax.data.sample import EncodedDialogue, encode_dialogue
 from mmjax.data.sources.config import PROMPTS, SourceConfig
 from mmjax.data.sources.cutting import cut, cut_points
+from mmjax.data.sources.drawings import images_before
 from mmjax.data.sources.images import Measure, Pictures
 from mmjax.data.sources.keys import named
 from mmjax.data.sources.record import Media, Record
@@ -31,6 +33,7 @@ from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import Turn
 from mmjax.data.types import EncoderSpec
 
+Item = TypeVar("Item")
 _MOST_TEXT, _CHARACTERS_PER_TOKEN, _CHARACTERS_PER_TURN = 1 << 20, 16, 16
 """Limits of texts. A text that is far too long for a row is not encoded: that takes a hundred times its memory."""
 
@@ -57,25 +60,47 @@ class TokenizedRecord:
 
     def encoded(self, name: str, records: RecordTokenizer) -> tuple[Media, ...]:
         """The record's images, recordings or pictures to be made, whichever the module `name` has."""
-        record = self.record
-        return {records.image: record.images, records.audio: record.recordings}.get(name, record.targets)
+        record, pairs = self.record, zip(self.record.targets, self.targets.makers, strict=True)
+        made = tuple(medium for medium, maker in pairs if maker == name)
+        return {records.image: record.images, records.audio: record.recordings}.get(name, made)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The pictures of a record that a generator is to make.
+    """The pictures of a record that generators are to make, in the order of their places.
 
     Attributes:
-      generator: the generator's name; "" without any.
+      makers: the name of the generator of each.
       sizes: height and width of each.
+      references: for each, the images that it is made from: the number of the image in the record, and its size as the
+        generator sees it.
     """
 
-    generator: str = ""
+    makers: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ()
+    references: tuple[tuple[tuple[int, Size], ...], ...] = ()
 
     def first(self, count: int) -> Targets:
         """The first `count` pictures."""
-        return replace(self, sizes=self.sizes[:count]) if count else Targets()
+        return Targets(makers=self.makers[:count], sizes=self.sizes[:count], references=self.references[:count])
+
+    @property
+    def by_generator(self) -> dict[str, list[Size]]:
+        """The sizes of the pictures of each generator."""
+        return self._by_maker(self.sizes)
+
+    @property
+    def reference_sizes(self) -> dict[str, list[list[Size]]]:
+        """Sizes of the references of each picture, by generator, of those with any."""
+        references = self.references or ((),) * len(self.makers)
+        sizes = self._by_maker([[size for _, size in of_one] for of_one in references])
+        return {maker: of_maker for maker, of_maker in sizes.items() if any(of_maker)}
+
+    def _by_maker(self, values: Sequence[Item]) -> dict[str, list[Item]]:
+        result: dict[str, list[Item]] = {}
+        for maker, value in zip(self.makers, values, strict=True):
+            result.setdefault(maker, []).append(value)
+        return result
 
 
 class RecordTokenizer:
@@ -185,26 +210,40 @@ class RecordTokenizer:
 
     def _measured_targets(self, record: Record) -> Targets:
         """The sizes of a record's pictures to be made. Raises Unusable if no generator makes them, or one is broken."""
-        if not record.targets:
-            return Targets()
-        name = self._maker(record)
-        sizes: list[Size] = []
-        for number, medium in enumerate(record.targets):
-            with self.naming(medium, name, number):
+        makers, sizes = list[str](), list[Size]()
+        for medium in record.targets:
+            name = self._maker(medium)
+            with self.naming(medium, name, makers.count(name)):
                 sizes += self.drawings[name].measure_file(medium, alone=True).media
-        return Targets(generator=name, sizes=tuple(sizes))
+            makers.append(name)
+        before = images_before(record.dialogue, record.images) if record.targets else []
+        references = [
+            [self._reference(record, name, image) for image in self._referred(name, images)]
+            for name, images in zip(makers, before, strict=True)
+        ]
+        return Targets(makers=tuple(makers), sizes=tuple(sizes), references=tuple(map(tuple, references)))
 
-    def _maker(self, record: Record) -> str:
-        """The generator of a record's pictures: the one that it names, `Data.generator`, or the only one."""
+    def _referred(self, generator: str, images: Sequence[int]) -> Sequence[int]:
+        """The last images of those before a picture, as many as its generator takes."""
+        most = self.encoders[generator].references
+        return images[-most:] if most else []
+
+    def _reference(self, record: Record, generator: str, number: int) -> tuple[int, Size]:
+        """The number of an image of the record, and its size as the generator sees it. Raises Unusable."""
+        with self.naming(record.images[number], self.image, number):
+            return number, self.drawings[generator].reference_size(record.images[number])
+
+    def _maker(self, medium: Media) -> str:
+        """The generator of a picture to be made: the one that it names, `Data.generator`, or the only one."""
         generators = self.generators
         if not generators:
             fix = "set Model.generators to {'painter': 'dit'}"
             raise Unusable(f"it has a picture to be made, and no generator of the model makes one: {fix}")
         legal = " or ".join(map(repr, generators))
-        if record.generator and record.generator not in generators:
-            raise Unusable(f"generator={record.generator!r} makes no pictures in the model; name {legal}")
+        if medium.generator and medium.generator not in generators:
+            raise Unusable(f"generator={medium.generator!r} makes no pictures in the model; name {legal}")
         is_only = len(generators) == 1 and self._generator not in generators
-        name = record.generator or (generators[0] if is_only else self._generator)
+        name = medium.generator or (generators[0] if is_only else self._generator)
         if name not in generators:
             raise Unusable(
                 f"Data.generator={name!r} makes no pictures in the model; name {legal}, there or in the record"
@@ -217,7 +256,13 @@ class RecordTokenizer:
 
     def numbered(self, targets: Targets) -> tuple[tuple[int, int, int], ...]:
         """The pictures of `targets`, each with the number of its generator among `generators`, height and width."""
-        return tuple((self.generators.index(targets.generator), *size) for size in targets.sizes)
+        pairs = zip(targets.makers, targets.sizes, strict=True)
+        return tuple((self.generators.index(maker), *size) for maker, size in pairs)
+
+    def numbered_references(self, targets: Targets) -> tuple[tuple[int, int, int, int], ...]:
+        """The references of all pictures: the number of the picture, that of the image, its height and its width."""
+        numbered = enumerate(targets.references)
+        return tuple((target, number, *size) for target, of_one in numbered for number, size in of_one)
 
     def tokenize(
         self,
@@ -253,6 +298,7 @@ class RecordTokenizer:
             template=self.template,
             system=record.system or self.config.system,
             tools=record.tools,
+            makers=targets.makers,
         )
         return TokenizedRecord(
             record=record, alone=alone, dialogue=dialogue, images=images, recordings=recordings, targets=targets
@@ -296,6 +342,10 @@ class RecordTokenizer:
         assert self._recordings
         return [self._recordings(data)]
 
+    def reference(self, generator: str, media: Media) -> np.ndarray:
+        """An image, float32 [h, w, C], as a generator sees it that makes another from it. Raises as `decode` does."""
+        return self.drawings[generator].reference(media.read(self.config.byte_limit))
+
     @contextmanager
     def naming(self, media: Media, name: str, number: int) -> Iterator[None]:
         """A context whose errors become Unusable with the name of a medium.
@@ -332,9 +382,8 @@ class RecordTokenizer:
             counts[self.image] = [self._tokens(image) for image in images]
         if recordings:
             counts[self.audio] = [self.encoders[self.audio].tokens(frames) for frames in recordings]
-        if targets.sizes:
-            spec = self.encoders[targets.generator]
-            counts[targets.generator] = [spec.tokens(*size) for size in targets.sizes]
+        for maker, sizes in targets.by_generator.items():
+            counts[maker] = [self.encoders[maker].tokens(*size) for size in sizes]
         return counts
 
     def _tokens(self, measure: Measure) -> Count:

@@ -156,6 +156,10 @@ class Autoencoder:
         """Pictures of latents as a generator makes them, about -1 to 1."""
         return self.decode(np.asarray(layers.from_generator(self.config, np.asarray(latents, np.float32))))
 
+    def latents(self, pictures: Float[np.ndarray, "B H W C"]) -> Float[np.ndarray, "B h w Z"]:
+        """The means of the latents of pictures, as a generator sees them. Raises ``ConfigError`` as ``encode`` does."""
+        return np.asarray(layers.to_generator(self.config, self.encode(pictures).mean))
+
     def _run(self, function: Any, values: np.ndarray) -> Any:
         x: Any = np.asarray(values, np.float32)
         if self.tile:

@@ -35,6 +35,7 @@ class DiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     """
 
     medium: ClassVar[Medium] = "image"
+    splits_queries: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "tiny": {},
         "dit-xl2": {"layers": 28, "width": 1152, "heads": 16, "mlp": 4608, "patch": 2, "channels": 4},

@@ -63,8 +63,8 @@ def parts(c: DiTConfig, *, first: bool, last: bool) -> tuple[Part, ...]:
 def embed_patches(p: Params, patches_RTE: Float[Array, "R T E"], queries: int = 0) -> Float[Array, "R queries+T D"]:
     """Features of noisy patches, ``[R, T, E]`` with E numbers each, behind zeros in the places of the condition.
 
-    The condition is not added yet; ``queries`` is the number of its places. ``p`` are the generator's parameters of the
-    first stage, {"patch": {"kernel": [E, D], "bias": [D]}}.
+    The condition is not added yet; ``queries`` is the number of its places on this rank. ``p`` are the generator's
+    parameters of the first stage, {"patch": {"kernel": [E, D], "bias": [D]}}.
     """
     kernel = p["patch"]["kernel"]
     x_RTD = linear(patches_RTE.astype(kernel.dtype), kernel, p["patch"]["bias"])
@@ -97,8 +97,9 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
       ValueError: the stage reads no positions.
     """
     times_RT = context.inputs["times"]
-    if c.queries:  # a row has one picture, whose first patch is always there
-        times_RT = jnp.concatenate([jnp.repeat(times_RT[:, :1], c.queries, axis=1), times_RT], axis=1)
+    if c.queries:  # a row has one picture, and padding has time 0
+        of_row_RN = jnp.repeat(context.largest(times_RT)[:, None], context.part_of(c.queries), axis=1)
+        times_RT = jnp.concatenate([of_row_RN, times_RT], axis=1)
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     positions_RT2 = context.tokens.positions
 
@@ -114,7 +115,7 @@ def block(c: DiTConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block
 
 
 def velocity(
-    p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"]
+    p: Params, c: DiTConfig, x_RTD: Float[Array, "R T D"], times_RT: Float[Array, "R T"], queries: int = 0
 ) -> Float[Array, "R T E"]:
     """The last stage's prediction for each patch, such as its velocity, in fp32.
 
@@ -124,8 +125,9 @@ def velocity(
       c: the settings.
       x_RTD: the output of the last layer, of all places of a row.
       times_RT: the time of each patch's picture in its process.
+      queries: the number of first places that are the condition's.
     """
-    x_RTD = x_RTD[:, c.queries :]
+    x_RTD = x_RTD[:, queries:]
     features_RTQ = time_features(c, times_RT).astype(x_RTD.dtype)
     shift, scale = _modulation(p["last_modulation"], features_RTQ, 2)
     h_RTD = normalise(x_RTD) * (1 + scale) + shift

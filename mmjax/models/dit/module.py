@@ -43,7 +43,7 @@ class DiffusionTransformer(Denoiser):
         """Features of the context's host input "patches", which are noisy; ``p`` are the module's parameters on its
         first stage.
         """
-        return layers.embed_patches(p, context.inputs["patches"], self.config.queries)
+        return layers.embed_patches(p, context.inputs["patches"], context.part_of(self.config.queries))
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R T D"]) -> Float[Array, "R T E"]:
         """The prediction for each patch in fp32: its velocity, or another ``DiT.prediction``.
@@ -51,4 +51,5 @@ class DiffusionTransformer(Denoiser):
         ``p`` are the module's parameters on its last stage, and ``x`` is the result of ``end``. The context's inputs
         include "times".
         """
-        return layers.velocity(p, self.config, x, context.inputs["times"])
+        queries = context.part_of(self.config.queries)
+        return layers.velocity(p, self.config, x, context.inputs["times"], queries)

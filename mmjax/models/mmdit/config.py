@@ -12,6 +12,9 @@ from mmjax.models.choices import ACTIVATIONS, REMATS, Medium
 from mmjax.models.diffusion import Diffusion
 from mmjax.models.settings import ConditionTokens, EqualHeads, SquarePatches
 
+MOST_REFERENCES = 3
+"""The most pictures that a picture is made from."""
+
 
 @configurable("MMDiT")
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
       patch: side of a square patch in pixels of the picture, which are numbers of latents if latents are made.
       channels: channels of a picture, or of its latents.
       queries: places of the condition, which are placeholders of each picture in the LLM's text.
+      references: the most pictures before it in the text that a picture is made from, up to 3: it sees their patches,
+        or latents, beside its own, without noise, as in Qwen-Image-Edit; 0 for none.
       rope: numbers of a head that rotate with a picture's index in its row, with a patch's row and with its column; ()
         is an eighth for the first, and a half of the others for each of row and column.
       activation: ``gelu`` (tanh), ``gelu_exact`` or ``quick_gelu``.
@@ -37,6 +42,7 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
 
     medium: ClassVar[Medium] = "image"
     merge: ClassVar[int] = 1
+    splits_queries: ClassVar[bool] = True
     shares_queries: ClassVar[bool] = True
     qk_norm = True
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
@@ -56,6 +62,7 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     patch: int = 2
     channels: int = 1
     queries: int = 8
+    references: int = 0
     rope: tuple[int, ...] = field(default=(), metadata={"example": (16, 56, 56)})
     activation: str = "gelu"
     attention: str = "auto"
@@ -64,6 +71,8 @@ class MMDiTConfig(Diffusion, ConditionTokens, EqualHeads, SquarePatches):
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "mlp", "patch", "channels", "queries"):
             positive(f"MMDiT.{name}", getattr(self, name))
+        fix = f"must be 0 to {MOST_REFERENCES}, such as 1"
+        require(0 <= self.references <= MOST_REFERENCES, "MMDiT.references", self.references, fix)
         self.check_diffusion("MMDiT")
         divides("MMDiT.heads", self.heads, self.width, "MMDiT.width")
         least = f"must be an even number of at least 6 times MMDiT.heads={self.heads}, such as {16 * self.heads}"

@@ -8,6 +8,8 @@ A row has N places of the condition, then those of patches; a row has one time. 
 read, is computed by the first stage: it is a place of its own at the end of each row, which layers hand on as it is and
 which no token reads. So it reaches later stages along the only edge between them.
 
+Under context parallelism a rank has a run of the places of both, and a place of the time.
+
 Shapes: R rows, N places of the condition, T places of patches, S = N + T, L places of this rank's features (all S, or a
 part of them under sequence parallelism), D width, E numbers in a patch, H heads local to this rank, K head width.
 """
@@ -121,8 +123,8 @@ def embed(p: Params, c: MMDiTConfig, context: Context) -> Float[Array, "R L+1 D"
     inputs, dtype = context.tokens.inputs, p["patch"]["kernel"].dtype
     patches_RTE = context.split_sp(channels_first(c, inputs["patches"]).astype(dtype))
     x_RTD = context.gather_sp(linear(patches_RTE, p["patch"]["kernel"], p["patch"]["bias"]))
-    x_RLD = context.split_sp(jnp.pad(x_RTD, ((0, 0), (c.queries, 0), (0, 0))))
-    times_R = jnp.max(inputs["times"], axis=1) / c.noising.time_scale
+    x_RLD = context.split_sp(jnp.pad(x_RTD, ((0, 0), (context.part_of(c.queries), 0), (0, 0))))
+    times_R = context.largest(inputs["times"]) / c.noising.time_scale
     h_RQ = time_features(times_R).astype(dtype)
     h_R1D = jax.nn.silu(linear(h_RQ[:, None], p["time_in"]["kernel"], p["time_in"]["bias"]))
     time_R1D = linear(h_R1D, p["time_out"]["kernel"], p["time_out"]["bias"])
@@ -150,7 +152,7 @@ def predict(p: Params, c: MMDiTConfig, context: Context, x_RLD: Float[Array, "R 
       context: the context of the stage.
       x_RLD: the result of ``end``.
     """
-    x_RtD = context.split_sp(context.gather_sp(x_RLD)[:, c.queries :])
+    x_RtD = context.split_sp(context.gather_sp(x_RLD)[:, context.part_of(c.queries) :])
     y_RtE = linear(x_RtD, p["prediction"]["kernel"], p["prediction"]["bias"])
     return channels_last(c, y_RtE.astype(jnp.float32))
 
@@ -169,7 +171,8 @@ def block(c: MMDiTConfig, context: Context, x: Float[Array, "R L+1 D"]) -> Block
     """
     del x
     tokens, is_condition = context.tokens, _is_condition(c, context)
-    rotation = Rotation.of(c.rope_widths, centred(tokens.positions, tokens.segments_BT, c.queries))
+    places = centred(tokens.positions, tokens.segments_BT, context.part_of(c.queries), context.axes.positions)
+    rotation = Rotation.of(c.rope_widths, places)
 
     def layer(x: Array, p: Params) -> Array:
         condition, picture = ({name: p[stream + name] for name in _NAMES} for stream in STREAMS)
@@ -206,7 +209,7 @@ def attend(
     q_RSHK, k_RSHK, v_RSHK = (jnp.concatenate(y, axis=1) for y in (q, k, v))
     y_RSHK = context.attend(rotation.turn(q_RSHK), rotation.turn(k_RSHK), v_RSHK)
     y_RSF = y_RSHK.reshape(*y_RSHK.shape[:2], -1)
-    return _row_product(streams, "o", c, context, (y_RSF[:, : c.queries], y_RSF[:, c.queries :]))
+    return _row_product(streams, "o", c, context, _by_stream(c, context, y_RSF))
 
 
 def feed_forward(
@@ -217,13 +220,19 @@ def feed_forward(
     return _row_product(streams, "down", c, context, [ACTIVATIONS[c.activation](y) for y in hidden])
 
 
+def _by_stream(c: MMDiTConfig, context: Context, x_RSD: Array) -> tuple[Array, Array]:
+    """Features of the places of the condition, and of the picture's."""
+    queries = context.part_of(c.queries)
+    return x_RSD[:, :queries], x_RSD[:, queries:]
+
+
 def _column_products(
     streams: Sequence[Params], names: Sequence[str], c: MMDiTConfig, context: Context, h_RLD: Array
 ) -> list[list[Array]]:
     """Products with weights that tp splits by columns, for all places: by name, then by stream."""
     axes = context.axes
     h_RSD = sp_gather(h_RLD, axes.sp) if axes.sp else jax_compat.to_varying(h_RLD, axes.tp)
-    by_stream = (h_RSD[:, : c.queries], h_RSD[:, c.queries :])
+    by_stream = _by_stream(c, context, h_RSD)
     return [[linear(h, p[name], p[f"{name}_bias"]) for p, h in zip(streams, by_stream, strict=True)] for name in names]
 
 
@@ -261,4 +270,4 @@ def _with_time(x_RLD: Array, time_R1D: Array) -> Float[Array, "R L+1 D"]:
 def _is_condition(c: MMDiTConfig, context: Context) -> Bool[Array, "1 L 1"]:
     """Whether each place of this rank's features is one of the condition. Computed at each use: it would be kept."""
     places = lax.broadcasted_iota(jnp.int32, (1, context.tokens.segments_BT.shape[1], 1), 1)
-    return context.split_sp(places) < c.queries
+    return context.split_sp(places) < context.part_of(c.queries)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxtyping import Array, Float
 
+from mmjax.data.types import EncoderSpec
 from mmjax.models.context import Context
 from mmjax.models.denoiser import Denoiser
 from mmjax.models.layers import Params
@@ -60,6 +61,11 @@ class DoubleStreamTransformer(Denoiser):
         if "modulation/" in weight:
             return 1
         return self.config.queries if weight.startswith(layers.STREAMS[0]) else length
+
+    @property
+    def medium(self) -> EncoderSpec:
+        """The cutting of a picture into patches, for the data side."""
+        return replace(super().medium, references=self.config.references)
 
     def predict(self, p: Params, context: Context, x: Float[Array, "R L D"]) -> Float[Array, "R t E"]:
         """The prediction for each patch in fp32.

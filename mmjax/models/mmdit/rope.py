@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-MOST_PICTURES = 4
+from mmjax.models.mmdit.config import MOST_REFERENCES
+
+MOST_PICTURES = 1 + MOST_REFERENCES
 """The most pictures of a row: the one that is made, and pictures that it is made from, which lie behind it."""
 _THETA = 10000.0
 
@@ -43,7 +46,9 @@ class Rotation(NamedTuple):
         return turned.reshape(x_RSHK.shape).astype(x_RSHK.dtype)
 
 
-def centred(positions_RSA: Int[Array, "R S A"], segments_RS: Int[Array, "R S"], queries: int) -> Int[Array, "R S 3"]:
+def centred(
+    positions_RSA: Int[Array, "R S A"], segments_RS: Int[Array, "R S"], queries: int, axes: tuple[str, ...] = ()
+) -> Int[Array, "R S 3"]:
     """The positions by which queries and keys rotate: of patches (picture, row, column), and three equal numbers of a
     place of the condition.
 
@@ -55,6 +60,7 @@ def centred(positions_RSA: Int[Array, "R S A"], segments_RS: Int[Array, "R S"], 
         ``MOST_PICTURES`` - 1; those of the condition are not read.
       segments_RS: 0 where a place is not in use.
       queries: N, the number of places of the condition, which are the first ones.
+      axes: mesh axes over whose ranks rows are split, each with as many places of the condition; () for whole rows.
     """
     picture_RT3 = positions_RSA[:, queries:]
     if picture_RT3.shape[-1] == 2:
@@ -64,9 +70,11 @@ def centred(positions_RSA: Int[Array, "R S A"], segments_RS: Int[Array, "R S"], 
     for number in range(MOST_PICTURES if positions_RSA.shape[-1] == 3 else 1):
         is_here_RT1 = (is_used_RT & (picture_RT3[..., 0] == number))[..., None]
         sides_R2 = jnp.max(jnp.where(is_here_RT1, picture_RT3[..., 1:] + 1, 0), axis=1)
+        sides_R2 = lax.pmax(sides_R2, axes) if axes else sides_R2
         shift_RT2 = jnp.where(is_here_RT1, (sides_R2 - sides_R2 // 2)[:, None], shift_RT2)
         reach_R = jnp.maximum(reach_R, jnp.max(sides_R2 // 2, axis=-1))
     picture_RT3 = jnp.concatenate([picture_RT3[..., :1], picture_RT3[..., 1:] - shift_RT2], axis=-1)
-    place_RN = reach_R[:, None] + jnp.arange(queries, dtype=reach_R.dtype)
+    first = lax.axis_index(axes) * queries if axes else 0
+    place_RN = reach_R[:, None] + first + jnp.arange(queries, dtype=reach_R.dtype)
     condition_RN3 = jnp.broadcast_to(place_RN[..., None], (*place_RN.shape, 3))
     return jnp.concatenate([condition_RN3, picture_RT3], axis=1)

@@ -201,9 +201,27 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"question": "a", "targets": "b.png", "generator": "drawer"},
         "generator='drawer' makes no pictures in the model; name 'painter'",
     ),
-    "two generators": (
-        {"messages": [message("user", "x"), message("assistant", image("a", **MADE, generator="a"))], "generator": "b"},
-        "its pictures are of 'b' and of 'a': write a record for each generator",
+    "another generator of a part": (
+        {
+            "messages": [message("user", "x"), message("assistant", image("a", **MADE, generator="a"))],
+            "generator": "painter",
+        },
+        "generator='a' makes no pictures in the model; name 'painter'",
+    ),
+    "fewer generators than pictures": (
+        {"question": "a", "targets": ["b.png", "c.png", "a.png"], "generator": ["painter", "painter"]},
+        "generator=['painter', 'painter'] names 2 for 3 pictures to be made: name one, or 3",
+    ),
+    "generators beside and in parts": (
+        {
+            "messages": [message("user", "x"), message("assistant", image("a", **MADE, generator="painter"))],
+            "generator": ["painter"],
+        },
+        "generator=['painter'] and a part of its messages name generators: leave out one of them",
+    ),
+    "a generator that is no name": (
+        {"question": "a", "targets": "b.png", "generator": {"name": "painter"}},
+        "must be the name of a generator",
     ),
 }
 
@@ -248,6 +266,44 @@ def test_a_record_names_one_of_several_generators(tmp_path: Path) -> None:
     assert worst.media == {"painter": 1, "second": 2} and worst.patches == {"painter": 36, "second": 32}
     only = source_of(tmp_path, records[0], specs={"drawer": PAINTER}, split="test")
     assert list(only.meta(0).grids) == ["drawer"], "the only generator, whatever Data.generator says"
+
+
+def test_a_record_has_pictures_of_several_generators(tmp_path: Path) -> None:
+    """Each generator has its pictures, noise and placeholders; marks are in the order of the text."""
+    specs = {"painter": PAINTER, "second": replace(PAINTER, channels=1, patch=4)}
+    answer = (image("a", **MADE), "then ", image("b", **MADE, generator="second"), image("c", **MADE))
+    records: list[dict[str, Any]] = [
+        {"messages": [message("user", "x"), message("assistant", *answer)]},
+        {"question": "x", "answer": "<drawing>then <drawing><drawing>", "targets": ["a.png", "b.png", "c.png"]},
+    ]
+    records[1]["generator"] = ["painter", "second", "painter"]
+    earlier = [message("assistant", image("b", **MADE, generator="second")), message("user", "again")]
+    records.append({"messages": [message("user", "x"), *earlier, message("assistant", *answer)]})
+    mixture = source_of(tmp_path, *records, specs=specs, split="test")
+    tokenizer = ByteTokenizer(tuple(specs))
+    marks = {tokenizer.media_token(name): name[0] for name in specs}
+    for number, wanted in enumerate(("psp", "psp", "spsp")):
+        sample = mixture.sample(number)
+        runs = [marks[token] for token in sample.tokens.tolist() if token in marks]
+        assert "".join(name for at, name in enumerate(runs) if runs[at - 1 : at] != [name]) == wanted
+        for name, spec in specs.items():
+            sizes = [medium.shape[:2] for medium in sample.media[name]]
+            assert len(sizes) == len(sample.noise[name]) == len(mixture.meta(number).grids[name])
+            assert runs.count(name[0]) == sum(spec.tokens(*size) for size in sizes)
+        assert [medium.shape for medium in sample.media["painter"]] == [(8, 12, 3), (20, 32, 3)]
+        assert [medium.shape for medium in sample.media["second"]] == [(16, 16, 1)] * wanted.count("s")
+    assert dict(mixture.sample(2).prompt_media) == {"painter": 0, "second": 1}
+    assert mixture.worst_case().media == {"painter": 2, "second": 2}
+    (part,) = StepMaker(
+        source=mixture,
+        packer=make_packer(DATA, specs, mixture, tokenizer, global_batch=3, microbatches=1, cells=1),
+        global_batch=3,
+    )(0).microbatches
+    tokens = part.inputs["llm"]["tokens"].ravel()
+    for name in specs:
+        index = part.inputs[name]["index"]
+        assert set(tokens[index[index >= 0]]) == {tokenizer.media_token(name)}
+        assert np.count_nonzero(index >= 0) == np.count_nonzero(tokens == tokenizer.media_token(name))
 
 
 def test_captions_lead_to_pictures_in_every_layout(tmp_path: Path) -> None:
