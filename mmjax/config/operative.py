@@ -63,8 +63,10 @@ def changed_values(recipe: Recipe) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for prefix, settings in _settings_by_prefix(recipe):
         decided = DECIDED.get(type(settings), ())  # a folder would decide these if they were left out
+        preset = getattr(settings, "presets", {}).get(getattr(settings, "preset", ""), {})  # and a preset these
         for name, info in fields_of(type(settings)).items():
-            if (value := getattr(settings, name)) != info.default or (name in decided and recipe.folders):
+            is_decided = name in preset or (name in decided and recipe.folders)
+            if (value := getattr(settings, name)) != info.default or is_decided:
                 values[f"{prefix}.{name}"] = value
     return values
 

@@ -171,7 +171,8 @@ def old_text(recipe: Recipe) -> str:
     """The operative config as earlier versions wrote it."""
     text = operative_config(dataclasses.replace(recipe, data=recipe.data.with_settings(sources={})))
     data = f"Data.sources = {recipe.data.settings.sources!r}\n"
-    text = text.replace("Digits.drawn_scale = 1\n", "")  # is newer than task settings
+    for newer in ("Digits.drawn_scale = 1\n", "Digits.say = 0.0\n"):  # than task settings
+        text = text.replace(newer, "")
     return text.replace("Digits.", "Data.").replace("Data.sources = {}\n", data)
 
 

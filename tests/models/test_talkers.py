@@ -27,7 +27,13 @@ def load(*bindings: str) -> mm.Recipe:
 
 
 def test_a_language_model_has_two_roles() -> None:
-    assert families_for("llm") == ("llama",) and families_for("generator") == ("llama", "dit", "mmdit", "unet")
+    assert families_for("llm") == ("llama",) and families_for("generator") == (
+        "llama",
+        "dit",
+        "sound-dit",
+        "mmdit",
+        "unet",
+    )
     recipe = load()
     model = build_model(recipe, tokenizer_of(DataConfig(), recipe.model.media))
     assert type(model.nodes["llm"].module) is Llama and type(model.nodes["talker"].module) is CodeDecoder
