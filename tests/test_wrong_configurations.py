@@ -142,7 +142,7 @@ CASES = [
     Wrong("vision/Decoder.layers=2", "vision/Decoder.layers=2: Decoder has no scope 'vision'", "use 'llm'"),
     Wrong("llm/Train.steps=3", "llm/Train.steps=3: Train has no scope 'llm'", "write Train.steps"),
     Wrong("steps=3", "--gin.steps=3: no value is %steps", "such as Train.steps"),
-    Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'dp', 'pp', 'chunks', 'lanes', 'copies', 'microbatches'"),
+    Wrong("Layout.dq=2", "Layout.dq=2: Layout has no field 'dq'", "'lanes', 'copies', 'microbatches'"),
     Wrong("Data.image_encoder=visoin", "Data.image_encoder='visoin'", "did you mean 'vision'?"),
     Wrong("Data.reorder=disttrian", "Data.reorder='disttrian'", "did you mean 'disttrain'?"),
     Wrong("Digits.calls=(1, 1)", "Data.audio_encoder='audio': no encoder of the model takes recordings", "add one"),
