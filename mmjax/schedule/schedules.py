@@ -225,7 +225,7 @@ ONE_F_ONE_B = "1f1b"
 SCHEDULES: dict[str, ScheduleTraits] = {
     ONE_F_ONE_B: ScheduleTraits(make=one_f_one_b, lead=1, inner=True),
     "gpipe": ScheduleTraits(make=gpipe, lanes=True),
-    "interleaved": ScheduleTraits(make=interleaved, chunks=True, inner=True),
+    "interleaved": ScheduleTraits(make=interleaved, settles=4, chunks=True, inner=True),
     "eager-1f1b": ScheduleTraits(make=eager_one_f_one_b, lead=2, settles=4, inner=True),
     "zb-h1": ScheduleTraits(make=zb_h1, splits=True, inner=True),
     "three-phase": ScheduleTraits(make=three_phase, lead=1, phases=True, windows=True, stashes=True, lanes=True),
