@@ -45,8 +45,9 @@ def test_configurations_after_the_restored_step_are_dropped(tmp_path: Path) -> N
     assert said[2:] == []  # `third` is what was tried last
     files._keep_config(first, 8)
     assert kept() == {"config.gin": one}
-    # An earlier version wrote the same settings by their old names; one that is newer it did not have.
-    older = "".join(line for line in one.splitlines(keepends=True) if not line.startswith("Digits.drawn_scale"))
+    # An earlier version wrote the same settings by their old names; those that are newer it did not have.
+    newer = ("Digits.drawn_scale", "Digits.say ")
+    older = "".join(line for line in one.splitlines(keepends=True) if not line.startswith(newer))
     (files.run_dir / "config.gin").write_text(older.replace("Digits.", "Data."))
     files._keep_config(first, 8)
     assert kept() == {"config.gin": one} and said[2:] == []
