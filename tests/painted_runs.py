@@ -10,13 +10,12 @@ from PIL import Image
 from mmjax.config import load_config
 from mmjax.train.trainer import Trainer
 
-RUN = """
+CAPTIONED = """
 Model.encoders = {}
 Data.sources = {'mine': 1.0}
 mine/Source.kind = 'pictures'
 mine/Source.template = 'chatml'
 mine/Source.draw = True
-mine/Source.drawn_size = (8, 8)
 mine/Source.held_out = 2
 Data.sequence_length = 96
 Data.workers = 0
@@ -26,13 +25,17 @@ llm/Decoder.heads = 2
 llm/Decoder.kv_heads = 2
 llm/Decoder.mlp = 24
 llm/Layout.pp = 2
-painter/Layout.rank_offset = 2
 Train.steps = 2
 Train.global_batch = 4
 Train.microbatches = 2
-Train.eval_samples = 0
 Checkpoint.every = 2
 Optimizer.learning_rate = 0.02
+"""
+"""A run on a folder of media with captions, of which a generator is still to be named."""
+RUN = f"""{CAPTIONED}
+mine/Source.drawn_size = (8, 8)
+painter/Layout.rank_offset = 2
+Train.eval_samples = 0
 """
 DIT = """
 Model.generators = {'painter': 'dit'}

@@ -91,11 +91,11 @@ class _Sharing(Transfer):
         return self._pieces.cutting(f"{self.routing.name} unpack by microbatch")
 
     def pack(self, x: jax.Array) -> Any:
-        """That step of the op's tensor."""
+        """Packs the activation of all microbatches."""
         return self.transfer.pack(x)
 
     def move(self, packed: Any) -> Any:
-        """That step of the op's tensor."""
+        """Moves what was packed, which is of all microbatches."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> Any:
@@ -125,7 +125,7 @@ class _Joining(Transfer):
         return x if self.kind == "local" else self.transfer.pack(self._joining(*x))
 
     def move(self, packed: Any) -> Any:
-        """That step of the op's tensor."""
+        """Moves what was packed, which is of all microbatches."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> jax.Array:

@@ -64,7 +64,7 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitMemory:
-    """What a stage needs on a device if its backward is split, beside its `StageMemory`.
+    """Bytes of a stage on a device if its backward is split, beside its `StageMemory`.
 
     Attributes:
       deferred: for each row, bytes from B to W.

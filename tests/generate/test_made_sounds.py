@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from painted_runs import CAPTIONED
 
 from mmjax.assembly.vocoders import Recording
 from mmjax.config import load_config, load_run_config
@@ -20,21 +21,8 @@ from mmjax.train.trainer import Trainer
 
 pytest.importorskip("soundfile")
 RATE = 4000
-RUN = """
-Model.encoders = {}
-Model.generators = {'talker': 'sound-dit'}
-Data.sources = {'mine': 1.0}
-mine/Source.kind = 'pictures'
-mine/Source.template = 'chatml'
-mine/Source.draw = True
-mine/Source.held_out = 2
-Data.sequence_length = 96
-Data.workers = 0
-llm/Decoder.layers = 2
-llm/Decoder.width = 16
-llm/Decoder.heads = 2
-llm/Decoder.kv_heads = 2
-llm/Decoder.mlp = 24
+RUN = f"""{CAPTIONED}
+Model.generators = {{'talker': 'sound-dit'}}
 talker/SoundDiT.layers = 2
 talker/SoundDiT.width = 16
 talker/SoundDiT.heads = 2
@@ -46,15 +34,9 @@ talker/SoundDiT.sample_rate = 4000
 talker/SoundDiT.window = 128
 talker/SoundDiT.hop = 40
 talker/Vocoder.iterations = 2
-llm/Layout.pp = 2
 talker/Layout.pp = 2
 talker/Layout.rank_offset = 2
-Train.steps = 2
-Train.global_batch = 4
-Train.microbatches = 2
 Train.eval_samples = 2
-Checkpoint.every = 2
-Optimizer.learning_rate = 0.02
 """
 ONE_DEVICE = ("llm/Layout.pp=1", "talker/Layout.pp=1", "talker/Layout.rank_offset=0")
 PROMPT = json.dumps([{"role": "user", "content": "low"}])

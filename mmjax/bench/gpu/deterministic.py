@@ -64,7 +64,7 @@ def _alike(processes: list[dict[str, Any]]) -> bool:
 
 
 def _findings(job: Job, function: str, flags: tuple[str, ...]) -> dict[str, Any]:
-    """What a process that calls the function has noted: its "error" where it failed."""
+    """The notes of a process that calls the function, with its "error" where it failed."""
     file = job.folder / "deterministic.json"
     command = [sys.executable, "-m", "mmjax.bench.gpu.section_process", f"{__name__}:{function}", str(file), "600"]
     environment = dict(os.environ, **({"XLA_FLAGS": " ".join(flags)} if flags else {}))

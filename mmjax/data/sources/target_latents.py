@@ -43,7 +43,7 @@ class Targets(Protocol):
         ...
 
     def reference(self, data: bytes) -> np.ndarray:
-        """That picture, float32 [h, w, C]; ``data`` are all of its bytes."""
+        """A picture that others are made from, float32 [h, w, C]; ``data`` are all of its bytes."""
         ...
 
     @property

@@ -159,6 +159,11 @@ class SoundDiTConfig(DiTBlocks):
         require(0 <= self.low < top, "SoundDiT.low", self.low, f"must be below {top:g} hertz; set it to 0.0")
 
     @property
+    def channels(self) -> int:
+        """The bins of a frame, which are to a recording what channels are to a picture."""
+        return self.mels
+
+    @property
     def patch_values(self) -> int:
         """The number of values in one patch: ``patch`` · ``mels``."""
         return self.patch * self.mels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -83,15 +83,4 @@ class SoundTransformer(DiffusionTransformer):
     @property
     def medium(self) -> EncoderSpec:
         """The cutting of a recording into patches, for the data side."""
-        c = self.config
-        return EncoderSpec(
-            patch=c.patch,
-            merge=c.merge,
-            channels=c.mels,
-            axes=1,
-            special=c.queries,
-            queries=c.queries,
-            log_mel=c.log_mel,
-            drawn=True,
-            process=c.noising,
-        )
+        return replace(super().medium, axes=1, log_mel=self.config.log_mel)

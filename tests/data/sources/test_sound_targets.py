@@ -147,6 +147,29 @@ WRONG = {
 }
 
 
+def test_a_record_has_a_picture_and_a_recording(tmp_path: Path) -> None:
+    """Each kind of generator makes its own, in the order of the text, by parts or by marks."""
+    Image.fromarray(np.full((8, 8, 3), 99, np.uint8)).save(tmp_path / "p.png")
+    picture = {"type": "image", "image": "p.png", "generate": True}
+    records = [
+        dialogue(AUDIO, {"type": "text", "text": " then "}, picture),
+        {"question": "say a", "answer": "<drawing> <drawing>", "targets": ["p.png", "a.wav"]},
+    ]
+    painter = ("Model.generators={'talker': 'sound-dit', 'painter': 'dit'}", "painter/DiT.channels=3")
+    sized = ("mine/Source.drawn_size=(8, 8)", "mine/Source.held_out=0")
+    of = recipe(tmp_path, records, *painter, *sized)
+    source, specs = open_source(of, split="train"), encoder_specs(of)
+    for number, order in enumerate((("talker", "painter"), ("painter", "talker"))):
+        sample = source.sample(number)
+        assert sample.media["talker"][0].shape == (10, 6) and sample.media["painter"][0].shape == (8, 8, 3)
+        places = [np.flatnonzero(sample.placeholders(name)) for name in order]
+        assert places[0].max() < places[1].min(), "in the order of the text"
+        assert [len(of_one) for of_one in places] == [
+            specs[name].tokens(*sample.media[name][0].shape[:-1]) for name in order
+        ]
+        assert dict(source.meta(number).grids) == {"talker": ((4,),), "painter": ((4, 4),)}
+
+
 @pytest.mark.parametrize("form", WRONG)
 def test_wrong_records(form: str, tmp_path: Path) -> None:
     record, line = WRONG[form]
