@@ -21,7 +21,7 @@ from mmjax.data.reorder.chain import ENCODER, GENERATOR, LLM, Chain
 from mmjax.data.reorder.pipeline import METHODS, Pipeline
 from mmjax.flags import Flag, one_line_errors, parse_flags, run_plain
 from mmjax.json_files import parse
-from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, ONE_F_ONE_B, SCHEDULES
+from mmjax.schedule.schedules import INNER, NESTING, OFFLOADING, ONE_F_ONE_B, SCHEDULES, SURROUNDING, combined
 from mmjax.schedule.validate import ScheduleError
 
 USAGE = "python -m mmjax.reorder"
@@ -42,7 +42,11 @@ FLAGS = (
         "spread over the ranks of the LLM, each of which computes other microbatches.",
         default=ONE_F_ONE_B,
     ),
-    Flag(name="inner", doc=f"the LLM's own schedule inside a nested one: {', '.join(INNER)}.", default=ONE_F_ONE_B),
+    Flag(
+        name="inner",
+        doc=f"the LLM's own schedule inside a nested or three-phase one: {', '.join(INNER)}.",
+        default=ONE_F_ONE_B,
+    ),
     Flag(name="chunks", doc="stages of a module on each of its ranks, for interleaved.", default=1),
     Flag(name="encoder_pp", doc="how many of the stages are the encoder's.", default=1),
     Flag(name="generator_pp", doc="how many are the generator's, where there is one.", default=1),
@@ -207,9 +211,9 @@ def _pipeline(costs: SampleCosts, numbers: Mapping[str, int], schedule: str, inn
     if rows % dp:
         legal = max(n for n in range(1, min(rows, dp) + 1) if rows % n == 0)
         raise ConfigError(f"--dp={dp}: must divide the {rows} samples of a microbatch; use {legal}")
-    if schedule not in NESTING and inner != ONE_F_ONE_B:
-        raise ConfigError(f"--inner={inner}: is for --schedule={' or '.join(NESTING)}; set it to {ONE_F_ONE_B}")
-    if numbers["chunks"] > 1 and not SCHEDULES[inner if schedule in NESTING else schedule].chunks:
+    if schedule not in SURROUNDING and inner != ONE_F_ONE_B:
+        raise ConfigError(f"--inner={inner}: is for --schedule={' or '.join(SURROUNDING)}; set it to {ONE_F_ONE_B}")
+    if numbers["chunks"] > 1 and not combined(schedule, inner).chunks:
         raise ConfigError(f"--chunks={numbers['chunks']}: is for --schedule=interleaved; set it to 1")
     llm = _llm_stages(numbers, generator, nested=schedule in NESTING)
     chain = Chain(

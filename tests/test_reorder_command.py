@@ -102,7 +102,10 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys, text, line):
             "--pp=1: leaves no stage for the LLM; use 2 or more, or less for the other modules",
         ),
         (["--microbatches=4", "--chunks=2"], "--chunks=2: is for --schedule=interleaved; set it to 1"),
-        (["--microbatches=4", "--inner=zb-h1"], "--inner=zb-h1: is for --schedule=nested; set it to 1f1b"),
+        (
+            ["--microbatches=4", "--inner=zb-h1"],
+            "--inner=zb-h1: is for --schedule=three-phase or nested; set it to 1f1b",
+        ),
         (["--microbatches=4", "--schedule=nested", "--inner=gpipe"], "--inner='gpipe'"),
         (
             ["--microbatches=4", "--schedule=nested", "--encoder_pp=2"],

@@ -226,7 +226,16 @@ CASES = [
     Wrong("Train.schedule=zb", "Train.schedule='zb'", "'1f1b', 'gpipe', 'interleaved', 'eager-1f1b', 'zb-h1'"),
     Wrong("Train.window=2", "Train.window=2", "must be 0 for Train.schedule='1f1b'; three-phase has windows"),
     Wrong("Train.inner=zb-h2", "Train.inner='zb-h2'", "did you mean 'zb-h1'?"),
-    Wrong("Train.inner=zb-h1", "Train.inner='zb-h1'", "must be '1f1b' for Train.schedule='1f1b'; nested has an inner"),
+    Wrong(
+        "Train.inner=zb-h1", "Train.inner='zb-h1'",
+        "must be '1f1b' for Train.schedule='1f1b'; three-phase and nested have one",
+    ),
+    drawing(
+        "Train.inner='zb-h1'",
+        "Train.schedule='three-phase'",
+        named="painter/Layout.lanes=4: Train.inner='zb-h1' has no place for lanes",
+        legal="set it to 1, or Train.inner to '1f1b'",
+    ),
     Wrong("Train.schedule=nested", "vision/Layout.lanes=1: Train.schedule='nested'", "set it to 2, llm/Layout.pp"),
     train(
         "Train.schedule=nested",

@@ -24,8 +24,8 @@ Some leaves have almost no gradient."""
 MOMENT_SHARE = 0.05
 """A module's gradient difference is relative to its norm, or to this share of its first moment's if that is larger.
 
-Gradients are computed from moments, whose rounding is all there is of a gradient that is far smaller: that of a projector
-in a step that drops the condition of all but one picture."""
+Gradients are computed from moments, whose rounding is all there is of a gradient that is far smaller: that of a
+projector in a step that drops the condition of all but one picture."""
 LIMITS = {
     "float32": {"loss": 1e-5, "grad": 1e-5, "update": 1e-4, "moments": 1e-4},
     "bfloat16": {"loss": 2e-2, "grad": 5e-2, "update": 2e-1, "moments": 5e-2, "leaf": 8e-2},

@@ -322,7 +322,7 @@ def _entry(name: str, estimate: Estimate, choice: PlanChoice) -> Iterator[str]:
         f"{estimate.most / GIGA:.3g}",
         str(candidate.devices),
         str(candidate.microbatches),
-        f"nested {candidate.inner}" if candidate.traits.nests else candidate.schedule,
+        f"{candidate.schedule} {candidate.inner}" if candidate.has_inner else candidate.schedule,
         estimate.bottleneck,
     )
     host = max(need.host for need in estimate.device_bytes.values())

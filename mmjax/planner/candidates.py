@@ -28,7 +28,7 @@ from mmjax.planner.fleet import Fleet
 from mmjax.planner.needs import HOME
 from mmjax.planner.problem import divisors
 from mmjax.planner.work import ModuleWork, Work
-from mmjax.schedule.schedules import ONE_F_ONE_B, SCHEDULES, ScheduleTraits
+from mmjax.schedule.schedules import ONE_F_ONE_B, ScheduleTraits, combined
 
 HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED = "homogeneous", "colocated", "non-colocated", "nested"
 MODES = (HOMOGENEOUS, COLOCATED, NON_COLOCATED, NESTED)
@@ -59,7 +59,7 @@ class Candidate:
       microbatches: microbatches of a step.
       schedule: a name in `SCHEDULES`, as `Train.schedule`.
       window: as `Train.window`, microbatches of a three-phase schedule's window; 0 is the whole step.
-      inner: as `Train.inner`, the LLM's schedule inside a nested one.
+      inner: as `Train.inner`, the LLM's schedule inside a nested or three-phase one.
       offloads: by module name, the arrays that are offloaded; a module that offloads nothing may be absent.
       kinds: by module name, the kind of its devices, such as "h100"; empty where there is one kind.
       remat: by module name, the `remat` of the modules whose `remat` the plan chooses.
@@ -82,21 +82,23 @@ class Candidate:
 
     @property
     def traits(self) -> ScheduleTraits:
-        """The properties of the candidate's schedule; chunks and split of a nested one are those of its inner one."""
-        outer, inner = SCHEDULES[self.schedule], SCHEDULES[self.inner]
-        if not outer.nests:
-            return outer
-        return replace(outer, chunks=inner.chunks, splits=inner.splits, settles=max(outer.settles, inner.settles))
+        """The properties of the candidate's schedule, with those of its inner one."""
+        return combined(self.schedule, self.inner)
+
+    @property
+    def has_inner(self) -> bool:
+        """Whether a table names the LLM's own schedule too: where lanes are nested in it, or it is not 1F1B."""
+        return self.traits.nests or self.inner != ONE_F_ONE_B
 
     @property
     def is_pipelined_1f1b(self) -> bool:
         """Whether the LLM has several stages and runs 1F1B, so that another schedule may be shorter."""
-        llm_schedule = self.inner if self.traits.nests else self.schedule
+        llm_schedule = self.inner if self.traits.surrounds else self.schedule
         return llm_schedule == ONE_F_ONE_B and self.layouts[LLM].pp > 1
 
     def rescheduled(self, schedule: str) -> Candidate:
-        """A copy whose LLM has another of `SCHEDULES`, which becomes the inner one of a nested schedule."""
-        return replace(self, inner=schedule) if self.traits.nests else replace(self, schedule=schedule)
+        """A copy whose LLM has another of `SCHEDULES`, inside the candidate's schedule if that is put around one."""
+        return replace(self, inner=schedule) if self.traits.surrounds else replace(self, schedule=schedule)
 
     def phases(self, work: Work) -> tuple[str, ...]:
         """The modules that do not run while other modules do: the encoders if the schedule has phases, otherwise ()."""

@@ -16,6 +16,7 @@ from mmjax.planner.cluster_files import DEVICE, NODE, PROCESSES_PER
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.measured import MeasuredClock
 from mmjax.schedule.ops import ONCE, participating_ranks, step_ops
+from mmjax.schedule.schedules import split_as
 
 OP_SECONDS = 250e-6
 """Seconds of Python for an op on GPUs. An assumption: some 120 µs on a CPU outside of the program's call, as
@@ -88,7 +89,7 @@ def most_ops(estimate: Estimate, devices: int) -> int:
       estimate: a plan, such as the `best` of `choose_plan`'s result.
       devices: devices of a process, such as 8.
     """
-    graph = estimate.graph.with_split() if estimate.candidate.traits.splits else estimate.graph
+    graph = split_as(estimate.candidate.schedule, estimate.candidate.inner, estimate.graph)
     unit = math.lcm(*(node.lanes for node in graph.stages))
     repeats = estimate.candidate.microbatches / unit
     once, every = Counter[int](), Counter[int]()

@@ -24,7 +24,7 @@ from mmjax.planner.traffic import edge_costs, exchange_seconds, whole_rows_secon
 from mmjax.planner.work import StageMemory, StagePart, Work
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode
 from mmjax.schedule.ops import STASH_COPIES
-from mmjax.schedule.schedules import make_schedule
+from mmjax.schedule.schedules import make_schedule, split_as
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
 
@@ -86,9 +86,14 @@ class StepSeconds:
         by_edge, by_microbatch = edge_costs(self.graph, self.candidate, self.clock, self._crossing)
         return Costs(seconds=seconds | by_edge, overrides=by_microbatch)
 
+    @cached_property
+    def _split_graph(self) -> StageGraph:
+        """The graph whose stages are split as under the candidate's schedule."""
+        return split_as(self.candidate.schedule, self.candidate.inner, self.graph)
+
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
-        return "FBW"[: 1 + node.backward + (node.trainable and self.candidate.traits.splits)]
+        return "FBW"[: 1 + node.backward + self._split_graph.stage(node.name).split]
 
     def w_share(self, name: str, part: StagePart) -> float:
         """The share of W in the FLOPs of a split backward of this part of module `name`; 0 without a backward."""
@@ -108,7 +113,7 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        halves = not self.candidate.traits.splits
+        halves = not any(node.split for node in self._split_graph.stages if node.module == name)
         compute = with_experts(
             compute, module, layout, clock, shape=(rows, width), part=part, first=first, halves=halves
         )

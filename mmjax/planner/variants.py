@@ -95,7 +95,7 @@ def interleaved(work: Work, candidate: Candidate, chunks: int = 2) -> Iterator[C
       chunks: LLM stages on each submesh, 2 or more.
     """
     llm = candidate.layouts[LLM]
-    divisible = work.modules[LLM].layers % (chunks * llm.pp) == candidate.microbatches % llm.pp == 0
+    divisible = work.modules[LLM].layers % (chunks * llm.pp) == candidate.span % llm.pp == 0
     if candidate.is_pipelined_1f1b and divisible:
         layouts = {**candidate.layouts, LLM: replace(llm, chunks=chunks, layers=())}
         yield replace(candidate, layouts=layouts).rescheduled("interleaved")
@@ -123,14 +123,18 @@ def rescheduled(estimate: Estimate, best: float) -> Iterator[Candidate]:
 def gains(estimate: Estimate) -> dict[str, float]:
     """Seconds of a step that each schedule may save over 1F1B if all stages take as long as the longest, by schedule.
 
+    In windows each of them is idle once a window. Encoders with phases of their own are no stages of the pipeline.
+
     The keys are "zb-h1", "eager-1f1b" and "interleaved", with `MORE_CHUNKS` chunks; a gain may be negative. The
     estimate, as `finalists.estimated` gives it, is of a candidate with 1F1B.
 
     1F1B keeps only as many microbatches in flight as there are stages, so a move that computation does not hide delays
     every round. Eager 1F1B hides these moves. Modules with lanes are no stages of the pipeline and fill no gaps in it.
     """
-    depth, count = estimate.depth, estimate.candidate.microbatches
-    stages = [node for node in estimate.graph.stages if node.lanes == 1]
+    candidate, phased = estimate.candidate, estimate.candidate.phases(estimate.work)
+    stages = [node for node in estimate.graph.stages if node.lanes == 1 and node.module not in phased]
+    depth, count = 1 + max(estimate.graph.distance(node.name) for node in stages), candidate.span
+    windows = -(-candidate.microbatches // candidate.span)
     ranks = max(stages, key=lambda node: (estimate.loads[node.ranks], estimate.stage_seconds(node.name))).ranks
     forward = backward = weight = 0.0
     for node in (node for node in stages if node.ranks == ranks):
@@ -141,7 +145,8 @@ def gains(estimate: Estimate) -> dict[str, float]:
     idle = idle_1f1b(depth, forward=forward, backward=backward)
     split = idle_zb_h1(depth, count, forward=forward, backward=backward - weight, weight=weight)
     chunked = idle_interleaved(depth, count, chunks=MORE_CHUNKS, forward=forward, backward=backward)
-    return {"zb-h1": idle - split, "eager-1f1b": _exposed_moves(estimate) * count, "interleaved": idle - chunked}
+    once = {"zb-h1": idle - split, "eager-1f1b": _exposed_moves(estimate) * count, "interleaved": idle - chunked}
+    return {schedule: windows * seconds for schedule, seconds in once.items()}
 
 
 def _exposed_moves(estimate: Estimate) -> float:

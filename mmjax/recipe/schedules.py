@@ -11,7 +11,7 @@ from mmjax.models.config import LLM
 from mmjax.models.edges import EdgeSpec
 from mmjax.recipe.ranks import show_ranks
 from mmjax.recipe.train_config import TrainConfig
-from mmjax.schedule.schedules import LANED, NESTING, ONE_F_ONE_B, WINDOWED
+from mmjax.schedule.schedules import LANED, NESTING, OFFLOADING, ONE_F_ONE_B, WINDOWED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class ScheduleConfig:
     Attributes:
       name: one of the schedules of ``Train.schedule``, such as "1f1b".
       microbatches: ops that a step's samples are cut into; divides the batch.
-      inner: the LLM's own schedule inside a nested one.
+      inner: the LLM's own schedule inside a nested or three-phase one.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
     """
 
@@ -53,12 +53,12 @@ def zb_h1(microbatches: int) -> ScheduleConfig:
     return ScheduleConfig(name="zb-h1", microbatches=microbatches)
 
 
-def three_phase(microbatches: int, *, window: int = 0) -> ScheduleConfig:
+def three_phase(microbatches: int, *, window: int = 0, inner: str = ONE_F_ONE_B) -> ScheduleConfig:
     """Encoders' forwards, the LLM's steps, encoders' backwards, over ``window`` microbatches at a time; 0 is all.
 
-    ``microbatches`` is their number in a step.
+    ``microbatches`` is their number in a step, and ``inner`` the LLM's own schedule, such as "zb-h1".
     """
-    return ScheduleConfig(name="three-phase", microbatches=microbatches, window=window)
+    return ScheduleConfig(name="three-phase", microbatches=microbatches, window=window, inner=inner)
 
 
 def nested(microbatches: int, *, inner: str = ONE_F_ONE_B) -> ScheduleConfig:
@@ -88,6 +88,24 @@ def check_schedule(schedule: str, layouts: Mapping[str, Layout], encoders: Colle
     for module, layout in layouts.items():
         if layout.copies > 1:
             _check_copies(module, layout, layouts[LLM], is_encoder=module in encoders)
+
+
+def check_inner(train: TrainConfig, layouts: Mapping[str, Layout], flows: Iterable[EdgeSpec]) -> None:
+    """Requires that modules behind an encoder's phase have no lanes, where another schedule than 1F1B runs them.
+
+    Args:
+      train: the run's schedule and inner schedule.
+      layouts: the layout of each module: {"vision": Layout(), "llm": Layout(pp=2)}.
+      flows: the edges between modules.
+
+    Raises:
+      ConfigError: one has; one line that names the setting, its value and a legal one.
+    """
+    if train.schedule not in OFFLOADING or train.inner == ONE_F_ONE_B:
+        return
+    for module in dict.fromkeys(flow.target for flow in flows):
+        fix = f"Train.inner={train.inner!r} has no place for lanes; set it to 1, or Train.inner to {ONE_F_ONE_B!r}"
+        require(layouts[module].lanes == 1, f"{module}/Layout.lanes", layouts[module].lanes, fix)
 
 
 def check_microbatches(train: TrainConfig, layouts: Mapping[str, Layout], flows: Iterable[EdgeSpec]) -> None:

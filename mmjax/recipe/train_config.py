@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmjax.attention.settings import DTYPES
 from mmjax.configurable import configurable, divides, not_negative, one_of, positive, require
 from mmjax.models.choices import AUTO
-from mmjax.schedule.schedules import INNER, NESTING, ONE_F_ONE_B, SCHEDULES, WINDOWED
+from mmjax.schedule.schedules import INNER, ONE_F_ONE_B, SCHEDULES, SURROUNDING, WINDOWED
 
 LOWERINGS = ("auto", "ops", "single")
 SINKS = ("tensorboard", "wandb")
@@ -26,7 +26,7 @@ class TrainConfig:
       microbatches: ops that a step's samples are cut into; divides global_batch.
       schedule: order of the ops, one of 1f1b, gpipe, interleaved, eager-1f1b, zb-h1, three-phase, encoders-first and
         nested.
-      inner: the LLM's own schedule inside a nested one: 1f1b, interleaved, eager-1f1b or zb-h1.
+      inner: the LLM's own schedule inside a nested or three-phase one: 1f1b, interleaved, eager-1f1b or zb-h1.
       window: microbatches between whose encoder forward and backward the LLM runs, of three-phase; 0 is all.
       lowering: programs that a step is compiled to: ops (a program per op), single (one program; modules share one rank
         set), or auto (one program where all stages share their devices and microbatches follow one another, else ops).
@@ -82,8 +82,8 @@ class TrainConfig:
         require(self.seed < 2**32, "Train.seed", self.seed, "must be below 2**32, such as 0")
         one_of("Train.schedule", self.schedule, SCHEDULES)
         one_of("Train.inner", self.inner, INNER)
-        fix = f"must be {ONE_F_ONE_B!r} for Train.schedule={self.schedule!r}; {' and '.join(NESTING)} has an inner one"
-        require(self.inner == ONE_F_ONE_B or self.schedule in NESTING, "Train.inner", self.inner, fix)
+        fix = f"must be {ONE_F_ONE_B!r} for Train.schedule={self.schedule!r}; {' and '.join(SURROUNDING)} have one"
+        require(self.inner == ONE_F_ONE_B or self.schedule in SURROUNDING, "Train.inner", self.inner, fix)
         fix = f"must be 0 for Train.schedule={self.schedule!r}; {' and '.join(WINDOWED)} has windows"
         require(not self.window or self.schedule in WINDOWED, "Train.window", self.window, fix)
         one_of("Train.lowering", self.lowering, LOWERINGS)
@@ -103,8 +103,8 @@ class TrainConfig:
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason, such as "window"."""
         reasons = {}
-        if self.schedule not in NESTING:
-            reasons["inner"] = f"Train.schedule={self.schedule!r} nests none; it belongs to {NESTING[0]!r}"
+        if self.schedule not in SURROUNDING:
+            reasons["inner"] = f"Train.schedule={self.schedule!r} has none; it belongs to {' and '.join(SURROUNDING)}"
         if self.schedule not in WINDOWED:
             reasons["window"] = f"Train.schedule={self.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
         if not self.eval_samples:

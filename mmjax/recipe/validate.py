@@ -13,7 +13,7 @@ from mmjax.recipe.best import check_best
 from mmjax.recipe.graph import check_graph
 from mmjax.recipe.ranks import check_ranks
 from mmjax.recipe.recipe import Recipe
-from mmjax.recipe.schedules import check_microbatches, check_schedule
+from mmjax.recipe.schedules import check_inner, check_microbatches, check_schedule
 from mmjax.user_code import check_code
 
 
@@ -42,6 +42,7 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
             optimizer.check_warmup(name, train.steps)
     check_best(recipe)
     check_schedule(train.schedule, layouts, model.encoders)
+    check_inner(train, layouts, model.flows)
     check_microbatches(train, layouts, model.flows)
     check_ranks(layouts)
     for name, node in model.nodes.items():

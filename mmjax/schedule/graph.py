@@ -8,7 +8,7 @@ Parallelism for Multimodal Large Language Model Training", §3.3 and figure 4(a)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -268,9 +268,17 @@ class StageGraph:
         """Whether some sender waits for its receiver."""
         return any(edge.kind == "rendezvous" for edge in self.edges)
 
-    def with_split(self) -> StageGraph:
-        """The same graph with the backward of every trained stage split into B and W."""
-        return replace(self, stages=tuple(replace(stage, split=stage.trainable) for stage in self.stages))
+    def with_split(self, whole: Collection[str] = ()) -> StageGraph:
+        """The same graph with the backward of every trained stage split into B and W; modules `whole` have one op."""
+        stages = (replace(node, split=node.trainable and node.module not in whole) for node in self.stages)
+        return replace(self, stages=tuple(stages))
+
+    def among(self, names: Collection[str]) -> StageGraph:
+        """The graph of the stages `names` alone, with the edges and ties between them."""
+        edges, ties = (
+            tuple(edge for edge in edges if {edge.src, edge.dst} <= {*names}) for edges in (self.edges, self.ties)
+        )
+        return StageGraph(stages=tuple(node for node in self.stages if node.name in names), edges=edges, ties=ties)
 
     def with_gathers(self, gathers: Mapping[str, GatherKind]) -> StageGraph:
         """The same graph, whose stages gather as `gathers` says by name; all others have whole parameters."""

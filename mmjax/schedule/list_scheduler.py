@@ -24,6 +24,8 @@ from mmjax.schedule.orders import by_lane
 from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.validate import ScheduleError
 
+Maker = Callable[[StageGraph, int, Costs], Schedule]
+"""Makes a schedule of a graph's stages, for so many microbatches, from nominal costs."""
 _SENDS = (0, 2, 3)
 """The classes of `_priority` for packs and moves."""
 

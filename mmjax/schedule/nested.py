@@ -22,20 +22,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
 from mmjax.schedule.graph import EdgeNode, StageGraph, StageNode, edge_name
-from mmjax.schedule.list_scheduler import list_schedule
+from mmjax.schedule.list_scheduler import Maker, list_schedule
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.orders import backward_ops
 from mmjax.schedule.simulate import Costs, Timeline, simulate
 from mmjax.schedule.stash import Waits, stashing
 from mmjax.schedule.validate import ScheduleError
 
-Maker = Callable[[StageGraph, int, Costs], Schedule]
 Orders = Mapping[str, Sequence[Op]]
 
 

@@ -1,9 +1,10 @@
 """Schedules in which encoders and the rest of the model do not run at the same time, one window after another.
 
 Three phases (Karnati et al., "Heterogeneous Parallelism for Multimodal Large Language Model Training", §3.3 and
-appendix D): first all encoder F of a window and the moves of their activations; then ordinary 1F1B of everything behind
-them; once that has drained, the moves of gradients back and all encoder B. Encoders are the modules that no other
-feeds. Their programs are collectives over ranks of several LLM stages; phases keep them apart from the LLM's ops.
+appendix D): first all encoder F of a window and the moves of their activations; then 1F1B, or another schedule, of
+everything behind them; once that has drained, the moves of gradients back and all encoder B. Encoders are the modules
+that no other feeds. Their programs are collectives over ranks of several LLM stages; phases keep them apart from the
+LLM's ops.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mmjax.schedule.graph import StageGraph, StageNode
-from mmjax.schedule.list_scheduler import list_schedule
+from mmjax.schedule.interleaved import demand
+from mmjax.schedule.list_scheduler import Maker, list_schedule
 from mmjax.schedule.ops import Op, Schedule, edge_ops, occupied_ranks, windows
 from mmjax.schedule.orders import backward_ops, gpipe_order, one_f_one_b_order
 from mmjax.schedule.simulate import Costs, Timeline
@@ -25,7 +27,9 @@ from mmjax.schedule.validate import ScheduleError
 Waits = dict[Op, tuple[Op, ...]]
 
 
-def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0) -> Schedule:
+def three_phase(
+    graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0, inner: Maker | None = None
+) -> Schedule:
     """Three phases for encoders that share ranks with the rest of the model, in windows of `window` microbatches.
 
     In each window all F of the encoders come first, then the other modules' F and B, then all B of the encoders.
@@ -36,15 +40,25 @@ def three_phase(graph: StageGraph, microbatches: int, costs: Costs, *, window: i
     microbatches: microbatches of a step.
     costs: seconds of each op, such as `Costs.nominal(graph)`.
     window: 0 is the whole step; the last window may be smaller.
+    inner: makes the schedule of the other modules in each window, such as `interleaved`; None is 1F1B. Of stages that
+        are split, the weights' gradients end within their window.
 
     The parameters of a stage with `offload` leave after the window's last F. They come back during the cooldown of the
     stages behind it, once all stages on its ranks have run their last F of the window. If by `costs` the copy takes
     longer than the rest of the cooldown, it starts earlier. It always ends before the first encoder B.
 
     Raises ScheduleError where a stage other than an encoder with phases offloads, stashes or takes several microbatches
-    together, or where such microbatches are cut by a window.
+    together, where such microbatches are cut by a window, or where a stage with lanes is among those of `inner`.
     """
-    phases = _Phases(graph, microbatches, window=window, phased=_sharing(graph), everywhere=False, name="three-phase")
+    phases = _Phases(
+        graph,
+        microbatches,
+        window=window,
+        phased=_sharing(graph),
+        everywhere=False,
+        name="three-phase",
+        inner=inner,
+    )
     return phases.schedule(costs)
 
 
@@ -95,6 +109,7 @@ class _Phases:
     """A step in phases. Here "encoders" are the stages of `phased` modules; other encoders run beside the phases.
 
     everywhere: whether phases keep stages apart on any ranks, not only on ranks that they share.
+    inner: makes the schedule of the pipelined stages in a window; None is 1F1B.
     """
 
     graph: StageGraph
@@ -103,6 +118,7 @@ class _Phases:
     phased: frozenset[str]
     everywhere: bool
     name: str
+    inner: Maker | None = None
 
     @property
     def spans(self) -> tuple[range, ...]:
@@ -146,6 +162,10 @@ class _Phases:
                 f"{self.name}: a window of {self.window} cuts the {cut[0].microbatches} microbatches of an op of"
                 f" {cut[0].name!r}: set microbatches={self.window}"
             )
+        if self.inner and (laned := [node.name for node in self.pipelined if node.lanes > 1]):
+            raise ScheduleError(
+                f"{self.name}: {laned[0]!r} has lanes, for which only '1f1b' has a place: use it inside"
+            )
         return stashing(self.graph, self.microbatches, costs, self._timeline).schedule
 
     def _timeline(self, costs: Costs, stash_waits: Mapping[Op, tuple[Op, ...]]) -> Timeline:
@@ -159,8 +179,11 @@ class _Phases:
         return self._list(costs, waits)
 
     def _list(self, costs: Costs, waits: Waits) -> Timeline:
-        orders, in_flight, window = {}, {}, len(self.spans[0])
-        for node in self.graph.stages:
+        orders, in_flight = self._inner_orders(costs)
+        window, inside = len(self.spans[0]), set(in_flight)
+        for node in reversed(self.graph.topological):
+            if node.name in inside:
+                continue
             warmup = (self.graph.distance(node.name) + 1) * node.lanes
             if node in self.encoders or node in self.feeding:
                 orders[node.name] = [op for span in self.spans for op in gpipe_order(node, span)]
@@ -169,6 +192,7 @@ class _Phases:
                 orders[node.name] = [op for span in self.spans for op in one_f_one_b_order(node, span, warmup)]
                 in_flight[node.name] = min(warmup, window)
             else:
+                warmup = max(warmup, node.lanes * demand(self.graph, in_flight, node.name))
                 orders[node.name] = one_f_one_b_order(node, self.microbatches, warmup)
                 in_flight[node.name] = warmup
         return list_schedule(
@@ -181,6 +205,25 @@ class _Phases:
             window=self.window,
             waits=waits,
         )
+
+    def _inner_orders(self, costs: Costs) -> tuple[dict[str, list[Op]], dict[str, int]]:
+        """Orders of the ranks of pipelined stages, and by stage the most microbatches in flight; empty for 1F1B."""
+        if self.inner is None:
+            return {}, {}
+        graph = self.graph.among([node.name for node in self.pipelined])
+        schedules = {size: self.inner(graph, size, costs) for size in {len(span) for span in self.spans}}
+        orders: dict[str, list[Op]] = {}
+        for stages, rank in {graph.stages_on(rank): rank for rank in graph.ranks}.items():
+            names = {name for name, _ in stages}
+            orders[f"rank {rank}"] = [
+                replace(op, microbatch=span[0] + op.microbatch)
+                for span in self.spans
+                for op in schedules[len(span)].ops
+                if op.kind in ("F", "B", "W") and op.stage in names
+            ]
+        names = [node.name for node in graph.stages]
+        bounds = {name: max(schedule.bound(name) for schedule in schedules.values()) for name in names}
+        return orders, bounds
 
     # ---- the phases --------------------------------------------------------------------------------------------------
 

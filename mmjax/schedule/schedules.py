@@ -13,8 +13,9 @@ because distance never grows downstream, and an op holds its ranks only while it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mmjax.schedule import phased
 from mmjax.schedule.gathering import with_gathers
 from mmjax.schedule.graph import StageGraph
 from mmjax.schedule.interleaved import interleaved
@@ -22,7 +23,7 @@ from mmjax.schedule.list_scheduler import list_schedule
 from mmjax.schedule.nested import nest
 from mmjax.schedule.ops import Op, Schedule
 from mmjax.schedule.orders import gpipe_order, one_f_one_b_order
-from mmjax.schedule.phased import encoders_first, three_phase
+from mmjax.schedule.phased import encoders_first
 from mmjax.schedule.simulate import Costs
 from mmjax.schedule.validate import ScheduleError
 
@@ -167,6 +168,29 @@ def _free(order: list[Op], bound: int, stage: str) -> dict[str, list[Op]]:
     return result
 
 
+def three_phase(
+    graph: StageGraph, microbatches: int, costs: Costs, *, window: int = 0, inner: str = "1f1b"
+) -> Schedule:
+    """Encoders' phases around the `inner` schedule of all other stages, see `mmjax.schedule.phased`.
+
+    Args:
+      graph: the stages and edges, such as `plan(recipe).placed.graph`.
+      microbatches: microbatches of a step.
+      costs: seconds of each op, such as `Costs.nominal(graph)`; where a split stage has none of W, B and W get half of
+        B's each.
+      window: microbatches between whose encoder F and B the other stages run; 0 is the whole step.
+      inner: one of `INNER`. If it splits backwards ("zb-h1"), those of encoders stay whole, as nothing waits in their
+        phase for W.
+
+    Returns:
+      `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
+      "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
+    """
+    maker = None if inner == ONE_F_ONE_B else SCHEDULES[inner].make
+    graph = split_as("three-phase", inner, graph)
+    return phased.three_phase(graph, microbatches, costs, window=window, inner=maker)
+
+
 def nested(graph: StageGraph, microbatches: int, costs: Costs, *, inner: str = "1f1b") -> Schedule:
     """Encoders and generators with lanes inside the `inner` schedule of all other stages, see `mmjax.schedule.nested`.
 
@@ -183,8 +207,8 @@ def nested(graph: StageGraph, microbatches: int, costs: Costs, *, inner: str = "
       "llm.0"; and `.in_flight`, the most microbatches in flight by stage.
     """
     traits = SCHEDULES[inner]
-    split = graph.with_split() if traits.splits else graph
-    return nest(split, microbatches, costs, inner=traits.make, lead=max(1, traits.lead))
+    graph = split_as("nested", inner, graph)
+    return nest(graph, microbatches, costs, inner=traits.make, lead=max(1, traits.lead))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +216,8 @@ class ScheduleTraits:
     """The function that makes a schedule, and the properties of its schedules.
 
     Attributes:
-      make: makes it from a graph, microbatches and costs; with `windows` also from a `window`, with `nests` from an
-        `inner` schedule.
+      make: makes it from a graph, microbatches and costs; with `windows` also from a `window`, with `surrounds` from
+        an `inner` schedule.
       lead: microbatches in flight in a stage for each stage behind it, beside one of its own; 0 where the number does
         not follow from the distance alone.
       settles: after this many microbatches for each stage of the longest path, every further one adds the same time.
@@ -203,7 +227,8 @@ class ScheduleTraits:
       chunks: whether a module may have several stages on each submesh that take turns.
       splits: whether the backward of trained stages is two ops, B and W.
       lanes: whether stages may have lanes.
-      nests: whether it is put around an inner schedule.
+      nests: whether modules in lanes are nested between the LLM's ops.
+      surrounds: whether it is put around an inner schedule.
       inner: whether it may be such an inner schedule.
     """
 
@@ -217,6 +242,7 @@ class ScheduleTraits:
     splits: bool = False
     lanes: bool = False
     nests: bool = False
+    surrounds: bool = False
     inner: bool = False
 
 
@@ -228,16 +254,20 @@ SCHEDULES: dict[str, ScheduleTraits] = {
     "interleaved": ScheduleTraits(make=interleaved, settles=4, chunks=True, inner=True),
     "eager-1f1b": ScheduleTraits(make=eager_one_f_one_b, lead=2, settles=4, inner=True),
     "zb-h1": ScheduleTraits(make=zb_h1, splits=True, inner=True),
-    "three-phase": ScheduleTraits(make=three_phase, lead=1, phases=True, windows=True, stashes=True, lanes=True),
+    "three-phase": ScheduleTraits(
+        make=three_phase, lead=1, phases=True, windows=True, stashes=True, lanes=True, surrounds=True
+    ),
     "encoders-first": ScheduleTraits(make=encoders_first, lead=1, phases=True, stashes=True, lanes=True),
-    "nested": ScheduleTraits(make=nested, stashes=True, lanes=True, nests=True),
+    "nested": ScheduleTraits(make=nested, stashes=True, lanes=True, nests=True, surrounds=True),
 }
 """The schedules that a training step can have, by the name in `Train.schedule`."""
 WINDOWED = tuple(name for name, traits in SCHEDULES.items() if traits.windows)
 """The schedules that take a window."""
 INNER = tuple(name for name, traits in SCHEDULES.items() if traits.inner)
-"""The schedules of the LLM that can be inside a nested one."""
+"""The schedules of the LLM that can be inside another one."""
 NESTING = tuple(name for name, traits in SCHEDULES.items() if traits.nests)
+"""The schedules that nest modules in lanes between the LLM's ops."""
+SURROUNDING = tuple(name for name, traits in SCHEDULES.items() if traits.surrounds)
 """The schedules that are put around an inner one."""
 STASHING = tuple(name for name, traits in SCHEDULES.items() if traits.stashes)
 """The schedules that leave time to stash the residuals of an encoder."""
@@ -245,6 +275,29 @@ LANED = tuple(name for name, traits in SCHEDULES.items() if traits.lanes)
 """The schedules for stages with lanes."""
 OFFLOADING = tuple(name for name, traits in SCHEDULES.items() if traits.phases)
 """The schedules that leave time to offload the parameters of an encoder."""
+
+
+def combined(name: str, inner: str) -> ScheduleTraits:
+    """The traits of a schedule with those that it has from its inner one.
+
+    name: a name in `SCHEDULES`. inner: a name in `INNER`, without effect where nothing is inside.
+    """
+    outer, within = SCHEDULES[name], SCHEDULES[inner]
+    if not outer.surrounds:
+        return outer
+    lead, settles = within.lead * (outer.lead > 0), max(outer.settles, within.settles)
+    return replace(outer, chunks=within.chunks, splits=within.splits, lead=lead, settles=settles)
+
+
+def split_as(name: str, inner: str, graph: StageGraph) -> StageGraph:
+    """The graph whose stages have the backwards, whole or split, that the schedule gives them.
+
+    name: a name in `SCHEDULES`. inner: a name in `INNER`. graph: the stages and edges.
+    """
+    traits = combined(name, inner)
+    if not traits.splits:
+        return graph
+    return graph.with_split(whole=phased.encoders(graph) if traits.phases else ())
 
 
 def make_schedule(
@@ -258,7 +311,7 @@ def make_schedule(
       microbatches: microbatches of a step.
       costs: seconds of each op, such as `Costs.nominal(graph)`.
       window: microbatches of a window of "three-phase"; the others have none.
-      inner: the schedule in `INNER` inside a nested one, such as "zb-h1"; the other schedules have none.
+      inner: the schedule in `INNER` inside one of `SURROUNDING`, such as "zb-h1"; the other schedules have none.
 
     Returns:
       `.ops`, the tuple of the step's `Op`s in order, such as Op("F", "llm.0", 0), the forward of microbatch 0 in stage
@@ -278,10 +331,12 @@ def make_schedule(
         raise ScheduleError(f"{name} has no place for the lanes of {unsupported[0]!r}: use {' or '.join(LANED)}")
     if not traits.windows and (unsupported := [stage.name for stage in graph.stages if stage.microbatches > 1]):
         raise ScheduleError(f"{name} runs {unsupported[0]!r} microbatch by microbatch: use {' or '.join(WINDOWED)}")
-    if inner != ONE_F_ONE_B and not traits.nests:
-        raise ScheduleError(f"{name} has no inner schedule {inner!r}: use {ONE_F_ONE_B!r}, or nested")
+    if inner != ONE_F_ONE_B and not traits.surrounds:
+        remedy = f"use {ONE_F_ONE_B!r}, or {' or '.join(SURROUNDING)}"
+        raise ScheduleError(f"{name} has no inner schedule {inner!r}: {remedy}")
     if inner not in INNER:
         raise ScheduleError(f"{name} around {inner!r}: use one of {', '.join(INNER)}")
-    options = {"window": window} if window else {"inner": inner} if traits.nests else {}
+    options: dict[str, int | str] = {"window": window} if traits.windows else {}
+    options |= {"inner": inner} if traits.surrounds else {}
     schedule = traits.make(graph.with_gathers({}), microbatches, costs, **options)
     return with_gathers(schedule, {node.name: node.gather for node in graph.stages if node.gather}, costs)

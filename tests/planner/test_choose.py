@@ -252,6 +252,24 @@ def test_other_schedules_where_a_closed_form_expects_something(schedule: str, mi
     )
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_the_llms_schedule_within_windows_is_varied(window: int) -> None:
+    """Each window is idle once: the closed form's gain is that of a window, times their number."""
+    llm = replace(module("llm", 16, 1.0, after=("vision",)), width=10**5)
+    work = model(module("vision", 2, 0.3), llm, global_batch=8)
+    layouts = {"vision": Layout(dp=4), "llm": Layout(pp=4)}
+    candidate = Candidate(mode="colocated", layouts=layouts, microbatches=8, schedule="three-phase", window=window)
+    estimate = Estimate(work=work, clock=clock(work), candidate=candidate, rows=proportional(work)(candidate))
+    variants = {
+        variant.inner: replace(estimate, candidate=variant) for variant in rescheduled(estimate, estimate.seconds)
+    }
+    assert {"interleaved", "zb-h1"} <= set(variants)
+    for name, variant in variants.items():
+        assert variant.candidate.schedule == "three-phase" and variant.candidate.window == window
+        assert estimate.seconds - variant.seconds == pytest.approx(gains(estimate)[name], rel=0.25), name
+        assert variant.seconds == pytest.approx(variant.timeline().makespan)
+
+
 def test_the_best_of_all_modes_is_varied() -> None:
     heavy: dict = {
         "parameters": Shares(layer=GIGA),

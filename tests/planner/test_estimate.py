@@ -41,19 +41,19 @@ def estimated(work: Work, layouts: dict[str, Layout], microbatches: int, **field
     window=st.sampled_from([0, 2, 4]),
     light=st.floats(0.05, 4.0),
     process=st.sampled_from([0, 1, 2]),
+    inner=st.sampled_from(["1f1b", "interleaved", "zb-h1", "eager-1f1b"]),
 )
 def test_a_long_step_is_what_the_whole_simulation_says(
-    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float, process: int
+    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float, process: int, inner: str
 ) -> None:
     work = model(module("vision", 4, light), LLM)
     layouts = {"vision": Layout(pp=vision, rank_offset=llm), "llm": Layout(pp=llm)}
-    if schedule == "interleaved":
+    phased = {"window": window, "inner": inner} if schedule == "three-phase" else {}
+    if "interleaved" in (schedule, phased.get("inner")):
         layouts["llm"] = Layout(pp=llm, chunks=2 if llm > 1 else 1)
     if schedule == "three-phase":
         layouts["vision"] = Layout(dp=llm)
-    estimate = estimated(
-        work, layouts, microbatches, schedule=schedule, window=window if schedule == "three-phase" else 0
-    )
+    estimate = estimated(work, layouts, microbatches, schedule=schedule, **phased)
     estimate = replace(estimate, clock=replace(clock(work), process=process))
     # Where senders wait, steps of different lengths may be ordered in different ways, which are about as long.
     assert estimate.seconds == pytest.approx(estimate.timeline().makespan, rel=1e-5 if process else 1e-9)

@@ -242,8 +242,10 @@ def test_a_stage_between_others_cannot_be_spread():
         make_schedule("nested", graph, 2, Costs.nominal(graph))
 
 
-def test_inner_schedules_are_for_nested_ones():
-    with pytest.raises(ScheduleError, match=r"gpipe has no inner schedule 'zb-h1': use '1f1b', or nested"):
+def test_inner_schedules_are_for_those_put_around_one():
+    with pytest.raises(
+        ScheduleError, match=r"gpipe has no inner schedule 'zb-h1': use '1f1b', or three-phase or nested"
+    ):
         make_schedule("gpipe", chain(2), 2, Costs.nominal(chain(2)), inner="zb-h1")
     with pytest.raises(ScheduleError, match=r"nested around 'gpipe': use one of 1f1b, interleaved, eager-1f1b, zb-h1"):
         make_schedule("nested", chain(2), 2, Costs.nominal(chain(2)), inner="gpipe")
