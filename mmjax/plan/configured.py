@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from mmjax.data.source import Source
-from mmjax.plan.planned import exact_rows
-from mmjax.plan.work import read_work
 from mmjax.planner.accelerators import Accelerator
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
@@ -47,21 +42,3 @@ def estimate_of(recipe: Recipe, work: Work, rows: RowShapes, kind: Accelerator) 
     process = waiting_free(recipe.world.transport, NODE, kind.node)
     clock = AnalyticClock(work=work, accelerator=kind, process=process)
     return Estimate(work=work, clock=clock, candidate=configured(recipe), rows=rows)
-
-
-def read_estimate(recipe: Recipe, source: Source, kind: Accelerator, *, padding: bool = True) -> Estimate:
-    """The estimate of a configuration, whose work is read from it and whose samples from `source`; see `estimate_of`.
-
-    Args:
-      recipe: the run's configuration with known steps, as `with_steps(load_config(["run.gin"]), source)` gives it.
-      source: its training samples, as `open_source(recipe, split="train")` opens them.
-      kind: the devices, such as `accelerator("h100")`.
-      padding: whether places of a row that hold no sample are padding, as they are; if False, MFU counts them too, as
-        if samples filled the rows.
-    """
-    tps = {name: (layout.tp,) for name, layout in recipe.model.layouts.items()}
-    work = read_work(recipe, source, tps=tps)
-    if not padding:
-        full = {name: replace(module, real=None) for name, module in work.modules.items()}
-        work = replace(work, modules=full)
-    return estimate_of(recipe, work, exact_rows(recipe, source), kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from mmjax.configurable import ConfigError, suggest
@@ -16,16 +17,18 @@ from studies.cornstarch.tables import PAIRS
 from studies.nvidia.tables import RANKINGS, ROWS, MeasuredRun, Row
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-STEP, PASSES, GAIN, BEHIND, MFU, STAGE, THROUGHPUT = (
-    "step, s",
-    "forward and backward, s",
-    "throughput over {base}",
-    "throughput of {base} over it",
-    "MFU",
-    "LLM stage, forward and backward, ms",
-    "inputs/s a device",
-)
-"""What papers print. {base} stands for the name of another workload."""
+
+
+class Quantity(StrEnum):
+    """What papers print. {base} stands for the name of another workload."""
+
+    STEP = "step, s"
+    PASSES = "forward and backward, s"
+    GAIN = "throughput over {base}"
+    BEHIND = "throughput of {base} over it"
+    MFU = "MFU"
+    STAGE = "LLM stage, forward and backward, ms"
+    THROUGHPUT = "inputs/s a device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +37,13 @@ class Published:
 
     Attributes:
       where: table or section.
-      quantity: one of the names above; "" where a figure shows it and no number is printed.
+      quantity: what it is; None where a figure shows it and no number is printed.
       low, high: the printed range, or the same number twice.
       memory: GB of the fullest device; 0 where it is not printed.
     """
 
     where: str
-    quantity: str = ""
+    quantity: Quantity | None = None
     low: float = 0.0
     high: float = 0.0
     memory: float = 0.0
@@ -117,17 +120,17 @@ def _of_nvidia() -> Iterator[Workload]:
             base = f"{stem}_h"
             if found := measured(model, kind):
                 row, run = found
-                quantity = PASSES if row.table == "A3" else STEP
+                quantity = Quantity.PASSES if row.table == "A3" else Quantity.STEP
                 published = Published(
                     where=f"Table {row.table}", quantity=quantity, low=run.step, high=run.step, memory=run.memory
                 )
             else:
                 ranking = next(r for r in RANKINGS if f"{r.encoder}+{r.llm}" == model and r.vision == 50)
                 gain = 1 + ranking.nc.both[0] / 100
-                published = Published(where="Table A5", quantity=GAIN, low=gain, high=gain)
+                published = Published(where="Table A5", quantity=Quantity.GAIN, low=gain, high=gain)
             yield Workload(
                 paper="NVIDIA", config=f"{stem}_{kind.lower()}", model=model, kind=kind, chip="h100",
-                published=published, base=base if published.quantity == GAIN else "", fills=True,
+                published=published, base=base if published.quantity == Quantity.GAIN else "", fills=True,
             )  # fmt: skip
 
 
@@ -135,14 +138,14 @@ def _of_nvidia() -> Iterator[Workload]:
 
 
 def _of_distrain() -> Iterator[Workload]:
-    over = Published(where="§7.2", quantity=BEHIND, low=1.4, high=2.7)
-    mfu = Published(where="§7.1, on 1,056 to 1,216 devices", quantity=MFU, low=0.518, high=0.547)
+    over = Published(where="§7.2", quantity=Quantity.BEHIND, low=1.4, high=2.7)
+    mfu = Published(where="§7.1, 1,056 to 1,216 devices", quantity=Quantity.MFU, low=0.518, high=0.547)
     for size in ("9b", "15b", "72b"):
-        model, config = f"MLLM-{size.upper()}", f"mllm_{size}"
+        model, config = f"MLLM-{size.upper()}", f"paper/distrain_{size}"
         yield Workload(paper="DistTrain", config=config, model=model, kind="DistTrain", chip="a800", published=mfu)
         for kind, name in (("Megatron-LM", "megatron"), ("DistMM*", "distmm")):
             yield Workload(
-                paper="DistTrain", config=f"paper/distrain_{size}_{name}", model=model, kind=kind, chip="a800",
+                paper="DistTrain", config=f"{config}_{name}", model=model, kind=kind, chip="a800",
                 published=over, base=config,
             )  # fmt: skip
 
@@ -152,11 +155,13 @@ def _of_cornstarch() -> Iterator[Workload]:
         for size in "SML":
             case = next(model for model in MODELS if model.name == f"LLM-M {encoder}-{size}").aware
             stage = case.forward[1] + case.backward[1]
-            yield _cornstarch(f"{encoder}-{size}", Published(where="Table 3", quantity=STAGE, low=stage, high=stage))
+            yield _cornstarch(
+                f"{encoder}-{size}", Published(where="Table 3", quantity=Quantity.STAGE, low=stage, high=stage)
+            )
     for size in "SML":
         pair = next(pair for pair in PAIRS if pair.name == f"LLM-M VALM-{size}{size}")
         rate = pair.throughputs[1]
-        yield _cornstarch(f"VALM-{size}", Published(where="Table 2", quantity=THROUGHPUT, low=rate, high=rate))
+        yield _cornstarch(f"VALM-{size}", Published(where="Table 2", quantity=Quantity.THROUGHPUT, low=rate, high=rate))
 
 
 def _cornstarch(model: str, published: Published) -> Workload:
@@ -173,7 +178,7 @@ def _of_bigmac() -> Iterator[Workload]:
     )
     for model, config, baseline, low, high, figure in cases:
         seen = Published(where=figure)
-        over = Published(where="§4.2", quantity=BEHIND, low=low, high=high)
+        over = Published(where="§4.2", quantity=Quantity.BEHIND, low=low, high=high)
         yield Workload(paper="BigMac", config=config, model=model, kind="BigMac", chip="h800", published=seen)
         yield Workload(
             paper="BigMac", config=baseline, model=model, kind="Megatron-DistTrain", chip="h800", published=over,
@@ -197,9 +202,7 @@ def chosen(only: str) -> tuple[Workload, ...]:
         if not any(_is_named(workload, name) for workload in WORKLOADS):
             legal = {word for workload in WORKLOADS for word in (workload.paper.lower(), workload.file.stem)}
             raise ConfigError(f"--only={only}: no workload is called {name!r}; {suggest(name, sorted(legal))}")
-    return tuple(
-        workload for workload in WORKLOADS if not names or any(_is_named(workload, name) for name in names)
-    )
+    return tuple(workload for workload in WORKLOADS if not names or any(_is_named(workload, name) for name in names))
 
 
 def _is_named(workload: Workload, name: str) -> bool:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
+from mmjax.assembly.assembly import plan
 from mmjax.assembly.epochs import with_steps
 from mmjax.assembly.samples import open_source
 from mmjax.config import load_config
 from mmjax.models.config import LLM
+from mmjax.pipeline.peak import fullest
+from mmjax.plan.choice import choose_plan
 from mmjax.plan.configured import estimate_of
 from mmjax.plan.planned import exact_rows
 from mmjax.plan.work import read_work
@@ -19,7 +22,7 @@ from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe
 from studies.distrain import DEVICE
-from studies.workloads.cases import BEHIND, GAIN, MFU, PASSES, STAGE, STEP, THROUGHPUT, WORKLOADS, Workload
+from studies.workloads.cases import WORKLOADS, Quantity, Workload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,10 +55,8 @@ class Prediction:
         """What its modules compute; that of rows full of samples where these are padded here only."""
         name = self.workload.model
         if name not in self.works:
-            recipes = [other.recipe for other in self.others.values() if other.workload.model == name]
-            tps = {
-                module: tuple(sorted({recipe.model.layouts[module].tp for recipe in recipes})) for module in recipes[0].model
-            }  # fmt: skip
+            models = [other.recipe.model for other in self.others.values() if other.workload.model == name]
+            tps = {module: tuple(sorted({model.layouts[module].tp for model in models})) for module in models[0]}
             self.works[name] = read_work(self.recipe, tps=tps)
         work = replace(self.works[name], global_batch=self.recipe.train.global_batch)
         if not self.workload.fills:
@@ -78,25 +79,37 @@ class Prediction:
         """Whether the fullest device has enough memory; a run takes a part of it (`usable`)."""
         return self.estimate.most <= self.chip.usable
 
+    @cached_property
+    def dry_run(self) -> float:
+        """Bytes of the fullest device by a dry run, whose programs are traced as they are run."""
+        parts = plan(self.recipe)
+        return fullest(parts.placed, parts.schedule, parts.shapes.values()).bytes
+
+    @cached_property
+    def planned(self) -> Estimate:
+        """The best plan on as many devices, of the configuration's samples; a search, which takes long."""
+        kinds = {self.workload.chip: self.estimate.candidate.devices}
+        return choose_plan(self.recipe, open_source(self.recipe, split="train"), kinds).best
+
     @property
     def value(self) -> float | None:
         """What the paper prints, predicted; None where it prints no number."""
         estimate, over = self.estimate, self.others.get(self.workload.base)
         match self.workload.published.quantity:
-            case quantity if quantity == STEP:
+            case Quantity.STEP:
                 return estimate.seconds
-            case quantity if quantity == PASSES:
+            case Quantity.PASSES:
                 return estimate.seconds - max(map(estimate.once_seconds, estimate.work.modules))
-            case quantity if quantity == MFU:
+            case Quantity.MFU:
                 return estimate.mfu
-            case quantity if quantity == STAGE:
+            case Quantity.STAGE:
                 stages = [node.name for node in estimate.graph.stages if node.module == LLM]
                 return 1e3 * median(map(estimate.stage_seconds, stages))
-            case quantity if quantity == THROUGHPUT:
+            case Quantity.THROUGHPUT:
                 return self.throughput / estimate.candidate.devices
-            case quantity if quantity == GAIN and over:
+            case Quantity.GAIN if over:
                 return self.throughput / over.throughput
-            case quantity if quantity == BEHIND and over:
+            case Quantity.BEHIND if over:
                 return over.throughput / self.throughput
         return None
 
