@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,13 @@ class Study:
       rows: "module:function" for its rows, each as soon as it is known.
       tables: "module:function" for the tables of its documentation in Markdown, by name.
       doc: one sentence for ``--help``.
+      options: flags of ``python -m studies`` that both functions take, by name.
     """
 
     rows: str
     tables: str
     doc: str
+    options: tuple[str, ...] = ()
 
 
 STUDIES = {
@@ -56,18 +58,28 @@ STUDIES = {
         tables="studies.h100.decoupled:tables",
         doc="An encoder with the cp that the LLM has, and with a layout of its own, compiled for H100s without one.",
     ),
+    "workloads": Study(
+        rows="studies.workloads.report:rows",
+        tables="studies.workloads.report:tables",
+        doc="The papers' workloads as configurations: step, MFU and memory as estimated, beside what is printed.",
+        options=("only", "dry_run", "plan"),
+    ),
 }
 """Every study by name, in the order in which they run."""
 
 
-def rows_of(name: str) -> Iterator[Row]:
-    """The rows of a study."""
-    return _function(STUDIES[name].rows)()
+def rows_of(name: str, options: Mapping[str, str | int | bool]) -> Iterator[Row]:
+    """The rows of a study. options: values of flags, of which it gets its own."""
+    return _function(STUDIES[name].rows)(**_own(name, options))
 
 
-def tables_of(name: str) -> dict[str, str]:
-    """The tables of a study's documentation in Markdown, by name."""
-    return _function(STUDIES[name].tables)()
+def tables_of(name: str, options: Mapping[str, str | int | bool]) -> dict[str, str]:
+    """The tables of a study's documentation in Markdown, by name. options: as for `rows_of`."""
+    return _function(STUDIES[name].tables)(**_own(name, options))
+
+
+def _own(name: str, options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:
+    return {option: options[option] for option in STUDIES[name].options}
 
 
 def _function(where: str) -> Callable[[], Any]:

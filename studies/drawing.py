@@ -23,14 +23,12 @@ from mmjax.bench.rows import Row
 from mmjax.config import load_config
 from mmjax.data.loader import tokenizer_of
 from mmjax.models.config import LLM
+from mmjax.plan.configured import configured, estimate_of
 from mmjax.plan.work import module_work
 from mmjax.planner.accelerators import accelerator
-from mmjax.planner.candidates import Candidate
-from mmjax.planner.clock import AnalyticClock, Efficiency
-from mmjax.planner.cluster_files import NODE
+from mmjax.planner.clock import Efficiency
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.finalists import proportional
-from mmjax.planner.node_processes import waiting_free
 from mmjax.planner.work import Work
 from mmjax.recipe import Recipe
 from studies.distrain import DEVICE, ENCODER, GENERATOR, MODELS, TP, Case, Published
@@ -83,17 +81,8 @@ class Model:
     @cached_property
     def estimate(self) -> Estimate:
         """A step in the configuration's own layouts."""
-        train, chip = self.recipe.train, accelerator(self.kind)
-        candidate = Candidate(
-            mode="configured",
-            layouts={name: self.recipe.model.layouts[name] for name in self.work.modules},
-            microbatches=train.microbatches,
-            schedule=train.schedule,
-            inner=train.inner,
-        )
-        process = waiting_free(self.recipe.world.transport, NODE, chip.node)
-        clock = AnalyticClock(work=self.work, accelerator=chip, process=process)
-        return Estimate(work=self.work, clock=clock, candidate=candidate, rows=proportional(self.work)(candidate))
+        rows = proportional(self.work)(configured(self.recipe))
+        return estimate_of(self.recipe, self.work, rows, accelerator(self.kind))
 
     @cached_property
     def modules(self) -> dict[str, ModuleSeconds]:

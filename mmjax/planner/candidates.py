@@ -80,6 +80,10 @@ class Candidate:
         """Microbatches of a window; of the whole step without windows."""
         return min(self.window or self.microbatches, self.microbatches)
 
+    def together(self, module: str) -> int:
+        """Microbatches that an op of a module takes together, from `Layout.microbatches`, such as 1; at most `span`."""
+        return min(self.layouts[module].microbatches or self.span, self.span)
+
     @property
     def traits(self) -> ScheduleTraits:
         """The properties of the candidate's schedule, with those of its inner one."""

@@ -86,7 +86,7 @@ class Estimate(StepSeconds):
 
     def _of_programs(self, name: str, part: StagePart) -> float:
         """`_temporaries` of whole parameters and sums."""
-        layout, (rows, width) = self.candidate.layouts[name], self._shape(name)
+        layout, (rows, width) = self.candidate.layouts[name], self.op_shape(name)
         temporaries = partial(self.clock.of(name).temporaries, name, rows=rows, width=width, tp=layout.tp)
         if layout.cp == 1:
             return temporaries(part)

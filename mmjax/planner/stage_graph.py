@@ -35,6 +35,7 @@ def stage_graph(work: Work, candidate: Candidate, clock: Clocks, parts: Mapping[
             loss=(part.last and name not in work.encoders) or module.experts is not None,  # their routers have losses
             offload=candidate.offload(name).parameters,
             stash=candidate.offload(name).activations,
+            microbatches=candidate.together(name),
             lanes=candidate.layouts[name].lanes,
         )
         if candidate.layouts[name].pulls:

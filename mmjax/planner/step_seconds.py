@@ -64,7 +64,10 @@ class StepSeconds:
 
     @cached_property
     def costs(self) -> Costs:
-        """Seconds of every op of `graph`, with the host's time; ops on lanes may differ by microbatch."""
+        """Seconds of every op of `graph`, with the host's time; ops on lanes may differ by microbatch.
+
+        The last op of several microbatches together counts as much as the others, even if it has fewer.
+        """
         seconds: dict[CostKey, float] = {}
         for node in self.graph.stages:
             part = self.parts[node.name]
@@ -102,11 +105,13 @@ class StepSeconds:
         return module.weight_gradients.of(part) / flops if flops else 0.0
 
     def pass_seconds(self, name: str, part: StagePart) -> PassSeconds:
-        """Seconds of a microbatch in a stage of module `name`, with its communication and the host's time.
+        """Seconds of an op in a stage of module `name`, with its communication and the host's time.
+
+        An op has one microbatch, or several together (`Layout.microbatches`).
 
         part: the part of the module that the stage has, such as `StagePart(layers=16)`. Gathers of lanes are not in it.
         """
-        layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self._shape(name)
+        layout, clock, (rows, width) = self.candidate.layouts[name], self.clock.of(name), self.op_shape(name)
         module, first = self.work.modules[name], layout.first_rank(0) - self.candidate.kind_start(name)
         share = expert_sums(module, layout)
         compute = clock.stage(name, part, rows=rows, width=width, tp=layout.tp, expert_share=share)
@@ -130,11 +135,12 @@ class StepSeconds:
 
         compute: seconds of the stage without the exchange.
         """
+        rows, width = self.rows[name]
         return exchange_seconds(
             self.work.modules[name],
             self.candidate.layouts[name],
             self.clock.of(name),
-            shape=self.rows[name],
+            shape=(rows * self.candidate.together(name), width),
             part=part,
             compute=compute,
             gradient_ratio=self.work.gradient / self.work.item,
@@ -198,7 +204,7 @@ class StepSeconds:
         return self.work.states(name, part, self.candidate.layouts[name])
 
     def _crossing(self, edge: EdgeNode) -> float:
-        """Bytes of a microbatch's activation that an edge carries, for all dp ranks together.
+        """Bytes of the activation that an op of an edge carries, for all dp ranks together.
 
         Between modules an edge carries whole rows, which every rank of cp and tp has, or all send lists; inside a
         module it carries a rank's part.
@@ -206,7 +212,8 @@ class StepSeconds:
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         if source != target:
             share = self.list_share(source, target)
-            return self._output_bytes(source) * (share * self._context(target) if share < 1 else 1)
+            output_bytes = self.candidate.together(source) * self._output_bytes(source)
+            return output_bytes * (share * self._context(target) if share < 1 else 1)
         module, (rows, width), layout = self.work.modules[source], self.rows[source], self.candidate.layouts[source]
         parts = module.context(layout) * (layout.tp if layout.shares_tokens else 1)
         return rows * width / module.width * module.carried / parts
@@ -258,7 +265,7 @@ class StepSeconds:
             for index, part in enumerate(parts):
                 seconds = passes[part].forward + passes[part].backward
                 if name in phased or layout.lanes > 1:
-                    exclusive += seconds * -(-count // layout.lanes)
+                    exclusive += seconds * -(-count // (layout.lanes * self.candidate.together(name)))
                     continue
                 start = layout.first_rank(index)
                 loads[start] = loads.get(start, 0.0) + seconds
@@ -274,7 +281,8 @@ class StepSeconds:
 
     def stage_seconds(self, stage: str) -> float:
         """Seconds of forward and backward (B and W) of a microbatch in the stage of this name, such as "llm.0"."""
-        return sum(self.costs.seconds[kind, stage, False] for kind in self._kinds(self.graph.stage(stage)))
+        node = self.graph.stage(stage)
+        return sum(self.costs.seconds[kind, stage, False] for kind in self._kinds(node)) / node.microbatches
 
     # ---- the simulated step ------------------------------------------------------------------------------------------
 
@@ -312,6 +320,8 @@ class StepSeconds:
         enough += (count - enough) % period
         if self.candidate.window:
             period = enough = self.candidate.window
+        elif any(node.microbatches > 1 for node in self.graph.stages):
+            return count, 0
         return (count, 0) if count <= enough + period else (enough + period, period)
 
     @cached_property
@@ -358,14 +368,17 @@ class StepSeconds:
         microbatch = once = 0.0
         for node in self.graph.stages:
             devices, lane_devices = len(node.ranks), len(node.ranks) // node.lanes
-            microbatch += sum(processor_seconds((kind, node.name, False), lane_devices) for kind in self._kinds(node))
+            kinds = self._kinds(node)
+            op = sum(processor_seconds((kind, node.name, False), lane_devices) for kind in kinds)
+            microbatch += op / node.microbatches
             kinds = ("prepare", "reduce", "update")[: 1 + 2 * node.trainable]
             once += sum(processor_seconds((kind, node.name, False), devices) for kind in kinds)
         for edge in self.graph.edges:
             kind = "unpack" if edge.kind == "local" else "move"
             dp = min(self.candidate.layouts[self.graph.stage(name).module].dp for name in (edge.src, edge.dst))
-            directions = (False, True)[: 1 + edge.gradient]
-            microbatch += sum(processor_seconds((kind, edge.name, backward), dp) for backward in directions)
+            directions, together = (False, True)[: 1 + edge.gradient], self.graph.stage(edge.src).microbatches
+            op = sum(processor_seconds((kind, edge.name, backward), dp) for backward in directions)
+            microbatch += op / together
         return (microbatch * self.candidate.microbatches + once) / self.clock.shared
 
     @cached_property
@@ -427,6 +440,11 @@ class StepSeconds:
         """Rows of a microbatch on a rank of a module, and their width."""
         rows, width = self.rows[name]
         return rows / self._sharers(name), width
+
+    def op_shape(self, name: str) -> tuple[float, int]:
+        """Rows of an op on a rank of module `name`, and their width; an op may take several microbatches together."""
+        rows, width = self._shape(name)
+        return rows * self.candidate.together(name), width
 
     def _sharers(self, name: str) -> int:
         """Ranks among which the rows of a module's microbatch are divided."""

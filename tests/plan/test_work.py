@@ -20,9 +20,9 @@ from mmjax.mesh.world import World
 from mmjax.models import flops
 from mmjax.pipeline.memory import memory_by_stage
 from mmjax.pipeline.peak import Peak, fullest
+from mmjax.plan.configured import configured
 from mmjax.plan.work import mask_pairs, module_work, padded_rows, read_work, real_work
 from mmjax.planner.accelerators import H100
-from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import AnalyticClock
 from mmjax.planner.estimate import Estimate
 from mmjax.planner.work import Work
@@ -41,17 +41,8 @@ def read(name: str, *bindings: str) -> tuple[Recipe, Work]:
 
 def estimate(recipe: Recipe, work: Work) -> tuple[Estimate, dict, Peak]:
     parts = plan(recipe)
-    candidate = Candidate(
-        mode="configured",
-        layouts=recipe.model.layouts,
-        microbatches=recipe.train.microbatches,
-        schedule=recipe.train.schedule,
-        inner=recipe.train.inner,
-        window=recipe.train.window,
-        offloads=recipe.model.offloads,
-    )
     clock = AnalyticClock(work=work, accelerator=H100)
-    one = Estimate(work=work, clock=clock, candidate=candidate, rows=padded_rows(recipe, parts.packer))
+    one = Estimate(work=work, clock=clock, candidate=configured(recipe), rows=padded_rows(recipe, parts.packer))
     assert one.graph == parts.placed.graph
     held = (parts.placed, parts.schedule, parts.shapes.values())
     return one, memory_by_stage(*held), fullest(*held)
@@ -184,6 +175,7 @@ def test_graph_and_bytes_of_a_generator_in_lanes() -> None:
 
 THREE = ("llm/Layout.dp=2", "llm/Layout.tp=2", "llm/Layout.pp=2", "Train.schedule='three-phase'")
 NESTED = (*THREE[:3], "Train.schedule='nested'", "vision/Layout.dp=2", "vision/Layout.tp=2", "vision/Layout.lanes=2")
+WIDER = ("Train.microbatches=8", "Train.global_batch=128")
 LEAN = ("llm/Decoder.remat='full'", "Train.microbatches=8")
 COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digits_vlm_homogeneous.gin"
 
@@ -194,6 +186,8 @@ COLOCATED, APART, TOGETHER = "digits_vlm_colocated.gin", "digits_vlm.gin", "digi
     ("name", "bindings"),
     [
         (COLOCATED, (*THREE, "vision/Offload.parameters=True")),
+        (COLOCATED, (*THREE, *WIDER, "vision/Layout.microbatches=0")),
+        (COLOCATED, (*THREE, *WIDER, "Train.window=4", "vision/Layout.microbatches=2")),
         (COLOCATED, (*THREE, "vision/Offload.optimizer=True", "llm/Offload.optimizer=True")),
         (COLOCATED, (*THREE, "vision/Offload.parameters=True", "llm/Offload.optimizer=True", "Train.dtype='bfloat16'")),
         (APART, ("vision/Offload.optimizer=True", "llm/Offload.optimizer=True")),

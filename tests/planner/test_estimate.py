@@ -39,12 +39,21 @@ def estimated(work: Work, layouts: dict[str, Layout], microbatches: int, **field
     microbatches=st.sampled_from([1, 2, 4, 8, 16]),
     schedule=st.sampled_from(["1f1b", "three-phase", "interleaved", "zb-h1", "eager-1f1b"]),
     window=st.sampled_from([0, 2, 4]),
+    together=st.sampled_from([1, 2, 0]),
     light=st.floats(0.05, 4.0),
     process=st.sampled_from([0, 1, 2]),
     inner=st.sampled_from(["1f1b", "interleaved", "zb-h1", "eager-1f1b"]),
 )
 def test_a_long_step_is_what_the_whole_simulation_says(
-    llm: int, vision: int, microbatches: int, schedule: str, window: int, light: float, process: int, inner: str
+    llm: int,
+    vision: int,
+    microbatches: int,
+    schedule: str,
+    window: int,
+    together: int,
+    light: float,
+    process: int,
+    inner: str,
 ) -> None:
     work = model(module("vision", 4, light), LLM)
     layouts = {"vision": Layout(pp=vision, rank_offset=llm), "llm": Layout(pp=llm)}
@@ -52,7 +61,7 @@ def test_a_long_step_is_what_the_whole_simulation_says(
     if "interleaved" in (schedule, phased.get("inner")):
         layouts["llm"] = Layout(pp=llm, chunks=2 if llm > 1 else 1)
     if schedule == "three-phase":
-        layouts["vision"] = Layout(dp=llm)
+        layouts["vision"] = Layout(dp=llm, microbatches=together)
     estimate = estimated(work, layouts, microbatches, schedule=schedule, **phased)
     estimate = replace(estimate, clock=replace(clock(work), process=process))
     # Where senders wait, steps of different lengths may be ordered in different ways, which are about as long.
@@ -176,6 +185,25 @@ def test_in_three_phases_an_encoder_keeps_its_window() -> None:
         for window in (0, 4, 2)
     ]
     assert activations == pytest.approx([activations[2] * 4, activations[2] * 2, activations[2]])
+
+
+@pytest.mark.parametrize(("window", "together", "ops"), [(0, 0, 1), (0, 4, 2), (4, 2, 4), (4, 0, 2)])
+def test_an_encoder_of_a_window_takes_as_long_as_its_microbatches(window: int, together: int, ops: int) -> None:
+    work, llm = model(VISION, LLM), Layout(pp=2)
+    apart, joined = (
+        estimated(work, {"vision": layout, "llm": llm}, 8, schedule="three-phase", window=window)
+        for layout in (Layout(dp=2), Layout(dp=2, microbatches=together))
+    )
+    timeline = joined.timeline()
+    assert sum(op.kind == "F" and op.stage == "vision.0" for op in timeline.schedule.ops) == ops
+    assert joined.busy == pytest.approx(apart.busy, rel=1e-6)
+    assert joined.stage_seconds("vision.0") == pytest.approx(apart.stage_seconds("vision.0"), rel=1e-6)
+    assert joined.quick == pytest.approx(apart.quick, rel=1e-6)
+    assert joined.device_bytes["vision.0"].activations >= apart.device_bytes["vision.0"].activations
+    edge = "vision.0->llm.0"
+    (kind,) = (kind for kind, name, backward in joined.costs.seconds if name == edge and not backward)
+    moved = [estimate.costs.seconds[kind, edge, False] - estimate.clock.op for estimate in (apart, joined)]
+    assert moved[1] == pytest.approx(8 / ops * moved[0])
 
 
 def test_what_an_encoder_keeps_is_away_but_for_two_microbatches() -> None:

@@ -22,7 +22,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def function(where: str):
         asked.append(where)
-        return lambda: {"title": "| table |"} if where.endswith(":tables") else iter([ROW])
+        return lambda **options: {"title": "| table |"} if where.endswith(":tables") else iter([ROW])
 
     monkeypatch.setattr(studies, "_function", function)
     return asked

@@ -1,0 +1,1 @@
+"""The papers' workloads: each a configuration, in the planner's estimate, beside what its paper prints."""

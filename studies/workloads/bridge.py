@@ -1,0 +1,210 @@
+"""Figure 8 of NVIDIA's paper: what the boundary of 3B + 70B carries in a step, and its share of the step.
+
+Karnati et al., A.4: in C the encoder has DP 32 and the LLM DP 16, so that two ranks gather each other's rows; in NC the
+encoder has TP 1, and the LLM's ranks get by broadcast what their leader has received. The figure's numbers are not in
+the text, which says that C's communicator adds less than 1 % (§3.2), and that NC's forward takes longer.
+
+Bytes are those of the boundary's own routes. Seconds follow from the collectives of its programs, as compiled for H100s
+that are not here, at assumed rates (`mmjax.compile.rates`); moves between nodes are a program too, which both ends run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.bench.rows import Row
+from mmjax.compile.executables import Compiler
+from mmjax.compile.rates import H100
+from mmjax.compile.roofline import Work, work_of
+from mmjax.compile.targets import TARGETS, has_compiler
+from mmjax.mesh.boundary import Boundary
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.transfer import Transfer
+from mmjax.mesh.world import World
+
+BATCH, PICTURES, PATCHES, WIDTH = 256, 4, 1024, 8192
+"""Samples of a step; pictures of a sample and their patches, a token each; width of the LLM."""
+DIRECTIONS = ("forward", "backward")
+GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bridge:
+    """The boundary of one mode.
+
+    Attributes:
+      mode: "C" or "NC".
+      encoder: the encoder's layout.
+      llm: the LLM's layout; its first stage reads what the encoder makes.
+      step: measured seconds of a step (Tables A2 and A5).
+    """
+
+    mode: str
+    encoder: Layout
+    llm: Layout
+    step: float
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step, each a sample of each replica of the LLM."""
+        return BATCH // self.llm.dp
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """A microbatch's features."""
+        return jax.ShapeDtypeStruct((self.llm.dp * PICTURES, PATCHES, WIDTH), jnp.bfloat16)
+
+    @property
+    def ranks(self) -> int:
+        """Devices from the first to the last in use."""
+        return max(layout.rank_offset + layout.size for layout in (self.encoder, self.llm))
+
+    def boundary(self, world: World) -> Boundary:
+        """The boundary between the encoder and the LLM's first stage."""
+        ends = world.submesh(self.encoder, 0), world.submesh(self.llm, 0)
+        return Boundary("vision.0->llm.0", *ends, self.aval, world, transport="collective")
+
+    @cached_property
+    def transfers(self) -> dict[str, Transfer]:
+        """Both directions, on devices that are not here."""
+        boundary = self.boundary(World.planned(self.ranks))
+        return {"forward": boundary.forward, "backward": boundary.backward}
+
+    def payload(self, direction: str) -> float:
+        """Bytes of a step that a rank has after the transfer: its rows of the features, or of their gradient."""
+        aval = self.transfers[direction].target_aval
+        return self.microbatches * _bytes(aval.sharding.shard_shape(aval.shape))
+
+    def arriving(self, direction: str) -> float:
+        """Bytes of these that were not on the rank before, on the rank with the most."""
+        routing = self.transfers[direction].routing
+        unit, fullest = _bytes(routing.unit), 0
+        rows = routing.units.rows
+        before = _rows_by_rank(routing.source.ranks, routing.source.layout.dp, rows)
+        for rank, needed in _rows_by_rank(routing.target.ranks, routing.target.layout.dp, rows).items():
+            fullest = max(fullest, len(needed - before.get(rank, set())))
+        return self.microbatches * unit * fullest
+
+    def busiest(self, direction: str) -> float:
+        """Bytes of a step on the busiest link between the modules, in one direction; 0 where they share ranks."""
+        routing = self.transfers[direction].routing
+        if routing.source.ranks == routing.target.ranks:
+            return 0.0
+        links = Counter(("out", route.source) for route in routing.routes)
+        links += Counter(("in", route.target) for route in routing.routes)
+        return self.microbatches * _bytes(routing.piece) * max(links.values())
+
+    def by_routes(self, direction: str) -> float:
+        """Seconds of a step: the busiest link's bytes over the network, and the rest of what arrives within a node."""
+        routing = self.transfers[direction].routing
+        moved, latency = self.busiest(direction), H100.latency * self.microbatches
+        within = routing.target.layout.tp > 1 if moved else True
+        arriving = self.arriving(direction) if within else 0.0
+        return moved / H100.network + arriving / H100.link + latency * bool(moved or arriving)
+
+    def compiled(self, direction: str) -> list[Work]:
+        """The work of pack, move and unpack of a microbatch, compiled for H100s; needs JAX's compiler for CUDA.
+
+        Routes that share no rank are programs of their own, which run at the same time: the longest counts.
+        """
+        target = TARGETS["h100"]
+        world = World(target.devices(self.ranks))
+        boundary = self.boundary(world)
+        programs = {"forward": boundary.forward, "backward": boundary.backward}[direction].programs()
+        number = {device: rank for rank, device in enumerate(world.devices)}
+        longest: dict[str, Work] = {}
+        for program, executable in zip(programs, Compiler(target).all(programs), strict=True):
+            mesh = jax.tree.leaves(program.avals)[0].sharding.mesh
+            ranks = tuple(number[device] for device in mesh.devices.flat)
+            work, kind = work_of(executable.module, H100, ranks=ranks), _kind(program.name)
+            if kind not in longest or work.total > longest[kind].total:
+                longest[kind] = work
+        return list(longest.values())
+
+
+def _kind(name: str) -> str:
+    """What a transfer's program does: pack, move or unpack."""
+    return next(word for word in name.split() if word in ("pack", "move", "unpack"))
+
+
+def _rows_by_rank(ranks: tuple[int, ...], dp: int, rows: int) -> dict[int, set[int]]:
+    """The intervals of rows that each rank has, of `rows` in all."""
+    width, each = len(ranks) // dp, rows // dp
+    return {rank: set(range(n // width * each, (n // width + 1) * each)) for n, rank in enumerate(ranks)}
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    size = jnp.dtype(jnp.bfloat16).itemsize
+    for dimension in shape:
+        size *= dimension
+    return size
+
+
+LLM_LAYOUT = Layout(tp=8, pp=2, dp=16)
+BRIDGES = (
+    Bridge(mode="C", encoder=Layout(tp=4, dp=32), llm=LLM_LAYOUT, step=7.434),
+    Bridge(mode="NC", encoder=Layout(dp=8, rank_offset=256), llm=LLM_LAYOUT, step=8.471 / 1.093),
+)
+"""C with DP 32 and 16 on the ranks of the LLM's first stage, as the text's groups of two have them; NC's island of
+eight (Table A5), before an LLM of the same layout."""
+
+
+def rows() -> Iterator[Row]:
+    """Bytes and seconds of both directions of both modes, and their share of the measured step."""
+    for bridge in BRIDGES:
+        for direction in DIRECTIONS:
+            case = f"Figure 8, 3B+70B, {bridge.mode}, {direction}"
+            seconds = bridge.by_routes(direction)
+            yield _row(f"{case}: payload of a rank", bridge.payload(direction) / GIGA, "GB")
+            yield _row(f"{case}: arriving at a rank", bridge.arriving(direction) / GIGA, "GB")
+            yield _row(f"{case}: on the busiest link", bridge.busiest(direction) / GIGA, "GB")
+            yield _row(f"{case}: by routes", seconds * 1e3, "ms")
+            yield _row(f"{case}: by routes, of the measured step", 100 * seconds / bridge.step, "%")
+            if has_compiler():
+                yield from _compiled_rows(case, bridge, direction)
+
+
+def _compiled_rows(case: str, bridge: Bridge, direction: str) -> Iterator[Row]:
+    works = bridge.compiled(direction)
+    sent = sum(kind.bytes for work in works for kind in work.collectives.values()) * bridge.microbatches
+    seconds = sum(work.total for work in works) * bridge.microbatches
+    yield _row(f"{case}: collectives, compiled", sent / GIGA, "GB")
+    yield _row(f"{case}: programs, compiled", seconds * 1e3, "ms")
+    yield _row(f"{case}: programs, of the measured step", 100 * seconds / bridge.step, "%")
+
+
+def _row(case: str, value: float, unit: str) -> Row:
+    return Row(bench="workloads", case=case, value=float(value), unit=unit)
+
+
+def table() -> Iterator[str]:
+    """The lines of the table of Figure 8; what needs a compiler is left empty without one."""
+    yield (
+        "| mode, direction | payload of a rank, GB | arriving, GB | busiest link, GB | by routes, ms | of the step |"
+        " collectives compiled | programs, ms | of the step |"
+    )
+    yield "|" + "---|" * 9
+    for bridge in BRIDGES:
+        for direction in DIRECTIONS:
+            bytes_of = (bridge.payload(direction), bridge.arriving(direction), bridge.busiest(direction))
+            seconds = bridge.by_routes(direction)
+            cells = [f"{bridge.mode}, {direction}", *(f"{size / GIGA:.2f}" for size in bytes_of)]
+            cells += [f"{seconds * 1e3:.1f}", f"{seconds / bridge.step:.2%}"]
+            works = bridge.compiled(direction) if has_compiler() else None
+            yield f"| {' | '.join([*cells, *(_compiled_cells(bridge, works) if works is not None else ('',) * 3)])} |"
+
+
+def _compiled_cells(bridge: Bridge, works: list[Work]) -> Iterator[str]:
+    kinds = Counter[str]()
+    for work in works:
+        kinds.update({kind: round(each.bytes * bridge.microbatches) for kind, each in work.collectives.items()})
+    seconds = sum(work.total for work in works) * bridge.microbatches
+    yield ", ".join(f"{kind} {size / GIGA:.2f} GB" for kind, size in kinds.items()) or "none"
+    yield f"{seconds * 1e3:.1f}"
+    yield f"{seconds / bridge.step:.2%}"
