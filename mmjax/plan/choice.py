@@ -88,7 +88,7 @@ def choose_plan(
         kinds.
       processes: "node" or "device", which has a process; on several kinds of device it is the node.
       fullest: rows of the fullest rank of expert parallelism over their mean, 1 or more.
-      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any"; not with
+      shards: when shards of sums and parameters are tried: "needed", if the best without offloads, or "any"; not with
         loosely coupled modules.
       say: called with a line about the plan's `remat` where the recipe leaves it to the devices, such as `print`.
 

@@ -113,7 +113,13 @@ def read_work(
         for name, values in options.items():
             if number < len(values) and modules[name].backward.layer:
                 works[name][values[number]] = leaner_work_of(name)
-    return Work(modules=modules, global_batch=recipe.train.global_batch, item=_item(recipe), options=works)
+    return Work(
+        modules=modules,
+        global_batch=recipe.train.global_batch,
+        item=_item(recipe),
+        options=works,
+        joins_microbatches=recipe.data.settings.reorder == "none" and recipe.train.lowering != "single",
+    )
 
 
 def _with_option(recipe: Recipe, options: Mapping[str, Sequence[str]], number: int) -> Recipe:

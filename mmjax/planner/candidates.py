@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmjax.mesh.layout import Layout
@@ -264,6 +264,10 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
 
     Each of these modules has a layout of its own, of one stage, with tp, cp and dp that may differ from the LLM's.
 
+    Where the LLM has several stages, encoders have phases of their own, in windows of several sizes. They are tried
+    with dp over the media of all microbatches of a window too (`Layout.microbatches`), and in lanes that take
+    microbatches in turn: then more ranks than a microbatch has samples need no tp.
+
     Where the LLM has one stage, or there are no encoders, layouts with the same tp, cp and dp for all modules are left
     out.
 
@@ -273,35 +277,59 @@ def colocated(work: Work, devices: int, node: int) -> Iterator[Candidate]:
       node: devices of a node, in which the ranks of tp lie.
     """
     for llm, microbatches in _llm_layouts(work, devices, node, sorted(work.modules[LLM].memory)):
-        samples = work.global_batch // microbatches
-        last = (llm.pp - 1) * llm.stage_size
-        ranks = [(name, llm.size, 0) for name in work.encoders]
-        ranks += [(name, llm.stage_size, last) for name in work.generators]
-        tried: list[dict[str, Layout]] = []
-        for split in (False, True):
-            layouts = {LLM: llm}
-            for name, size, start in ranks:
-                if layout := _filling(work.modules[name], size, samples, node, split=split):
-                    layouts[name] = replace(layout, rank_offset=start)
-            if len(layouts) == len(work.modules) and layouts not in tried:
+        is_phased = llm.pp > 1 and bool(work.encoders)
+        longer = (times * llm.pp for times in WINDOWS if times * llm.pp < microbatches)
+        for window in sorted({0, *longer}) if is_phased else (0,):
+            candidate = Candidate(mode=COLOCATED, layouts={}, microbatches=microbatches, window=window)
+            tried: list[dict[str, Layout]] = []
+            for layouts in _on_ranks_of(work, llm, candidate, node, is_phased=is_phased):
+                if len(layouts) < len(work.modules) or layouts in tried:
+                    continue
                 tried.append(layouts)
-                candidate = Candidate(mode=COLOCATED, layouts=_in_order(work, layouts), microbatches=microbatches)
-                yield from _scheduled(work, candidate)
+                placed = replace(candidate, layouts=_in_order(work, layouts))
+                degrees = {(layout.tp, layout.cp, layout.dp) for layout in layouts.values()}
+                if is_phased:
+                    yield replace(placed, schedule="three-phase")
+                elif llm.pp == 1 and len(degrees) > 1:
+                    yield placed
 
 
-def _scheduled(work: Work, candidate: Candidate) -> Iterator[Candidate]:
-    """A colocated candidate with encoders in phases of their own, in each window, if the LLM has several stages.
+def _on_ranks_of(
+    work: Work, llm: Layout, candidate: Candidate, node: int, *, is_phased: bool
+) -> Iterator[dict[str, Layout]]:
+    """Layouts of all modules on the LLM's ranks, generators on those of its last stage; modules may be missing.
 
-    If it has one, the candidate as it is; none if it is homogeneous.
+    candidate: has the microbatches and the window. is_phased: whether encoders have phases of their own.
     """
-    llm = candidate.layouts[LLM]
-    if llm.pp == 1 or not work.encoders:
-        degrees = {(layout.tp, layout.cp, layout.dp) for layout in candidate.layouts.values()}
-        if len(degrees) > 1:
-            yield candidate
+    samples, last = work.global_batch // candidate.microbatches, (llm.pp - 1) * llm.stage_size
+
+    def filled(names: Iterable[str], size: int, samples: int, *, split: bool = False) -> dict[str, Layout]:
+        layouts = {name: _filling(work.modules[name], size, samples, node, split=split) for name in names}
+        return {name: layout for name, layout in layouts.items() if layout}
+
+    def generators(*, split: bool = False) -> dict[str, Layout]:
+        layouts = filled(work.generators, llm.stage_size, samples, split=split)
+        return {name: replace(layout, rank_offset=last) for name, layout in layouts.items()}
+
+    for split in (False, True):
+        yield {LLM: llm, **filled(work.encoders, llm.size, samples, split=split), **generators(split=split)}
+    if not is_phased:
         return
-    for window in sorted({0, *(times * llm.pp for times in WINDOWS if times * llm.pp < candidate.microbatches)}):
-        yield replace(candidate, schedule="three-phase", window=window)
+    shared = {LLM: llm, **filled(work.encoders, llm.size, samples), **generators()}
+    if candidate.span > 1 and work.joins_microbatches:
+        sources = [name for name in work.encoders if not work.modules[name].after]
+        wide = filled(sources, llm.size, samples * candidate.span)
+        yield shared | {
+            name: replace(layout, microbatches=0)
+            for name, layout in wide.items()
+            if name not in shared or layout.dp > shared[name].dp
+        }
+    laned = [
+        _in_lanes(work, name, llm, candidate.microbatches, most_tp=min(work.modules[name].memory))
+        for name in work.encoders
+    ]
+    for chosen in itertools.product(*laned):
+        yield shared | dict(zip(work.encoders, chosen, strict=True))
 
 
 def _filling(

@@ -127,7 +127,7 @@ def choose(
       devices, memory: their number, of which fewer may be used, and the bytes of each; 0 takes the clock's.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
-      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
+      shards: when shards of sums and parameters are tried: "needed", if the fastest layout without offloads, or "any".
 
     Raises:
       DoesNotFit: no mode has a layout that fits; the message names modules and missing bytes.
@@ -151,7 +151,7 @@ def choose_on(
       fleet: the devices, such as `Fleet(kinds={"": DeviceKind(clock=clock, devices=16, memory=80e9)})`.
       rows_of: a candidate's rows, such as `rows_by_candidate(recipe, source)`; None takes `proportional(work)`.
       modes: the modes to try: "homogeneous", "colocated", "non-colocated", "nested".
-      shards: when shards of sums and parameters are tried: "needed", if nothing fits without, or "any".
+      shards: when shards of sums and parameters are tried: "needed", if the fastest layout without offloads, or "any".
 
     Raises:
       ConfigError: there are too many kinds to try all assignments of modules.
@@ -161,7 +161,7 @@ def choose_on(
     estimates, misses = list[Estimate](), dict[str, str]()
     candidates = dict(_candidates(work, fleet, modes))
     for relieved in (False, True):
-        if any(not estimate.candidate.offloads for estimate in estimates):
+        if estimates and not min(estimates, key=lambda estimate: estimate.seconds).candidate.offloads:
             break
         by_label = _by_label(work, fleet, candidates, rows_of, shards=relieved)
         for label, (accepted, reason) in by_label.items():

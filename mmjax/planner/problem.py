@@ -24,7 +24,7 @@ MOST_ASSIGNMENTS = 256
 """The most assignments of modules to kinds of device: enough for four modules on four kinds, or eight on two."""
 KIND, TIMES, OPTIONAL = ("devices", "memory"), ("fwd", "bwd"), ("layers", "chunks", "sent_bytes")
 NEEDED, ANY = SHARDS_WHEN = ("needed", "any")
-"""When a search tries shards of sums and parameters: if nothing fits without them, or always."""
+"""When a search tries shards of sums and parameters: if the fastest layout without them offloads, or always."""
 TP_KEY = re.compile(r"[1-9][0-9]{0,5}")
 
 

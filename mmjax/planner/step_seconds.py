@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import ceil, lcm
 
+from mmjax.data.together import Together
+from mmjax.mesh.layout import cell_count
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, PassSeconds
+from mmjax.planner.cost import ROUNDING
 from mmjax.planner.experts import expert_sums, with_experts
 from mmjax.planner.sharding import beside_layers, once_a_step, shared_states
 from mmjax.planner.stage_graph import stage_graph
@@ -443,8 +446,13 @@ class StepSeconds:
 
     def op_shape(self, name: str) -> tuple[float, int]:
         """Rows of an op on a rank of module `name`, and their width; an op may take several microbatches together."""
-        rows, width = self._shape(name)
-        return rows * self.candidate.together(name), width
+        (rows, width), count = self._shape(name), self.candidate.together(name)
+        if count == 1:
+            return rows, width
+        layouts, sharers = self.candidate.layouts, self._sharers(name)
+        cells, dp = cell_count(layouts.values()), layouts[name].dp
+        in_cell = ceil(self.rows[name][0] / cells * (1 - ROUNDING))
+        return cells * count * Together(microbatches=count, dp=dp).rows(in_cell, cells, count) / sharers, width
 
     def _sharers(self, name: str) -> int:
         """Ranks among which the rows of a module's microbatch are divided."""

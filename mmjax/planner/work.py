@@ -385,6 +385,7 @@ class Work:
       gradient: bytes of a number in the sums of gradients.
       options: the work of each module whose `remat` a plan chooses, by module and value of `remat`, in ascending order
         of FLOPs: {"llm": {"dots": …, "full": …}}. `modules` has one of them, the first unless `with_remat` chose.
+      joins_microbatches: whether an encoder may take several microbatches of a window together.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
@@ -392,6 +393,7 @@ class Work:
     item: int = 2
     gradient: int = 4
     options: Mapping[str, Mapping[str, ModuleWork]] = field(default_factory=dict, hash=False)
+    joins_microbatches: bool = True
 
     @property
     def fastest_remat(self) -> dict[str, str]:

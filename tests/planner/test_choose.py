@@ -112,14 +112,24 @@ def test_candidates_of_the_shared_modes_are_legal() -> None:
         for name, ranks in (("vision", llm.stage_ranks(0)), ("painter", llm.stage_ranks(llm.pp - 1))):
             layout = candidate.layouts[name]
             assert (layout.tp, layout.dp, layout.ranks) == (llm.tp, llm.dp, ranks)
-    schedules = set()
+    schedules, kinds = set(), set()
     for candidate in colocated(work, 8, 8):
         llm, samples = candidate.layouts["llm"], work.global_batch // candidate.microbatches
-        assert candidate.layouts["vision"].ranks == llm.ranks
+        vision = candidate.layouts["vision"]
+        assert vision.ranks == llm.ranks
+        wide, laned = vision.takes_several, vision.lanes > 1
+        assert not (wide and laned) and (llm.pp > 1 or not (wide or laned))
+        kinds.add((wide, laned))
         assert set(candidate.layouts["painter"].ranks) == set(llm.stage_ranks(llm.pp - 1))
-        assert all(samples % layout.dp == 0 for layout in candidate.layouts.values())
+        assert samples * (candidate.span if wide else 1) % vision.dp == 0
+        assert all(samples % candidate.layouts[name].dp == 0 for name in ("llm", "painter"))
         assert (candidate.schedule == "three-phase") == (llm.pp > 1)
         schedules.add((candidate.schedule, bool(candidate.window)))
+    assert kinds == {(False, False), (True, False), (False, True)}
+    assert not any(
+        candidate.layouts["vision"].takes_several
+        for candidate in colocated(replace(work, joins_microbatches=False), 8, 8)
+    )
     assert schedules == {("1f1b", False), ("three-phase", False), ("three-phase", True)}
 
 

@@ -104,11 +104,13 @@ def heavy(seconds: float) -> Work:
 def test_nested_wins_where_a_heavy_encoder_meets_an_llm_that_needs_stages() -> None:
     work = heavy(2.0)
     everything = choose(work, clock(work), 4, memory=20 * GIGA)
-    # All fit with offload alone, so layouts with shards are tried too: those of replicas here, whose gathers are free.
+    # The fastest fits with offload alone, so shards are tried too: those of replicas here, whose gathers are
+    # free. Slower ones fit without either: an encoder that runs before a window of four microbatches and after it.
     whole = [
         e for e in everything.estimates if all(layout.shard == "states" for layout in e.candidate.layouts.values())
     ]
-    assert all(e.candidate.offloads for e in whole) and everything.best.candidate.layouts["llm"].shard == "parameters"
+    assert {e.candidate.mode for e in whole if not e.candidate.offloads} == {"colocated"}
+    assert everything.best.candidate.layouts["llm"].shard == "parameters"
     choice = replace(everything, estimates=whole)
     best, unnested = choice.best, [estimate for estimate in choice.estimates if estimate.candidate.mode != NESTED]
     assert best.candidate.mode == NESTED and best.candidate.layouts["vision"].lanes == 2
