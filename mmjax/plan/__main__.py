@@ -59,8 +59,8 @@ FLAGS = (
     ),
     Flag(
         name="shards",
-        doc="when Layout.shard is chosen too: needed, if the fastest layout without it offloads, or any, also where a step "
-        "is shorter.",
+        doc="when Layout.shard is chosen too: needed, if the fastest layout without it offloads, or any, also where a"
+        " step is shorter.",
         default=NEEDED,
     ),
     FULLEST,

@@ -330,7 +330,7 @@ def _entry(name: str, estimate: Estimate, choice: PlanChoice) -> Iterator[str]:
 
 
 def _row(name: str, *cells: str) -> str:
-    widths = (10, 8, 9, 11, 6, 8, 9, 14, 20, 12)
+    widths = (10, 8, 9, 11, 6, 8, 9, 14, 25, 12)
     return f"{name:<17}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
