@@ -1,4 +1,4 @@
-"""Studies by name: figures that mmjax simulates or computes, beside those that a paper prints. Nothing is measured."""
+"""Studies by name: figures that mmjax simulates or computes, beside those that a paper prints; one trains."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ STUDIES = {
         rows="studies.h100.decoupled:rows",
         tables="studies.h100.decoupled:tables",
         doc="An encoder with the cp that the LLM has, and with a layout of its own, compiled for H100s without one.",
+    ),
+    "parity": Study(
+        rows="studies.parity.report:rows",
+        tables="studies.parity.report:tables",
+        doc="NVIDIA's runs of equal losses (Appendix C), 36 in fp32 and 6 in bf16: a row each. --curves trains.",
     ),
 }
 """Every study by name, in the order in which they run."""
