@@ -36,11 +36,12 @@ def tables(out: Path = OUT) -> dict[str, str]:
 
 
 def write_report(out: Path) -> str:
-    """Writes the tables and the picture of the results in a folder into it, as ``tables.md`` and ``curves.png``.
+    """Writes the tables that have rows, and the picture, of a folder's results as its ``tables.md`` and ``curves.png``.
 
     Returns the tables.
     """
-    text = "\n\n".join(f"### {name}\n\n{table}" for name, table in tables(out).items())
+    filled = {name: table for name, table in tables(out).items() if table.count("\n") > 1}
+    text = "\n\n".join(f"### {name}\n\n{table}" for name, table in filled.items())
     (out / "tables.md").write_text(text + "\n")
     draw(out, out / "curves.png")
     return text
@@ -104,10 +105,11 @@ def draw(out: Path, path: Path) -> None:
 
     losses = losses_of(out)
     cases = [run for name, run in RUNS.items() if name == run.reference and name in losses]
-    figure = Figure(figsize=(3.2 * max(1, len(cases)), 4.8), layout="constrained")
+    figure = Figure(figsize=(2.6 * max(1, len(cases)), 4.2), layout="constrained")
     panels = figure.subplots(2, max(1, len(cases)), squeeze=False, sharex="col")
     for column, case in enumerate(cases):
         pairs = [pair for pair in compared(losses) if pair.run.reference == case.name]
+        pairs.sort(key=lambda pair: pair.run.group != "control")  # behind the others
         upper, lower = panels[:, column]
         upper.set_title(_protocol(case), fontsize=9)
         _draw_losses(upper, case, losses, pairs)
