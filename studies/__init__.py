@@ -1,4 +1,4 @@
-"""Studies by name: figures that mmjax simulates or computes, beside those that a paper prints. Nothing is measured."""
+"""Studies by name: figures that mmjax simulates or computes, beside those that a paper prints; one trains."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ STUDIES = {
         tables="studies.workloads.report:tables",
         doc="The papers' workloads as configurations: step, MFU and memory as estimated, beside what is printed.",
         options=("only", "dry_run", "plan"),
+    ),
+    "parity": Study(
+        rows="studies.parity.report:rows",
+        tables="studies.parity.report:tables",
+        doc="NVIDIA's runs of equal losses (Appendix C), 36 in fp32 and 6 in bf16: a row each. --curves trains.",
     ),
 }
 """Every study by name, in the order in which they run."""

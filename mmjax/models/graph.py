@@ -147,14 +147,14 @@ class MultimodalModel:
         return {"" if number == 0 else edge.source: edge for number, edge in enumerate(edges)}
 
     def projector_norm(self, name: str) -> dict[str, Any]:
-        """Keyword arguments of a ``Projector``: "norm", "bias", and "together" (features that are concatenated).
+        """Keyword arguments of a ``Projector``: "norm", "bias", "stds", and "together", features that are concatenated.
 
         ``name`` is the node's; it has a projector.
         """
         node, projector = self.nodes[name], self.nodes[name].projector
         assert projector
         together = node.module.patches_per_token if node.ends and not projector.pool else 1
-        return {"norm": projector.norm, "together": together, "bias": projector.bias}
+        return {"norm": projector.norm, "together": together, "bias": projector.bias, "stds": projector.stds}
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
         """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``); hidden is 0 for a
@@ -302,7 +302,8 @@ class MultimodalModel:
             slices.append(ModuleSlice(projector_name(name), parts=parts, tp=tp))
         for edge, incoming in entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
-            create = partial(Projector, *self.injected_widths(edge), norm=projector.norm, bias=projector.bias)
+            settings = {"norm": projector.norm, "bias": projector.bias, "stds": projector.stds}
+            create = partial(Projector, *self.injected_widths(edge), **settings)
             parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)

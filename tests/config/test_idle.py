@@ -300,7 +300,7 @@ READ = {
     "UNet": "preset layers width queries channels widths heads_by_level mid_heads blocks transformer_blocks groups "
     "norm_eps flip_sin_to_cos freq_shift linear_projection upcast_attention canvases loss_weight attention remat "
     "process prediction times drop_condition train_steps sampler steps guidance",
-    "Projector": "kind norm bias pool inject newline",
+    "Projector": "kind norm bias stds pool inject newline",
     "Packing": "buckets",
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",

@@ -452,6 +452,17 @@ def test_projector_width_and_tp() -> None:
     assert message.startswith("vision/Layout.tp=4: must divide llm/Decoder.width (66); use 2")
 
 
+def test_standard_deviations_are_those_of_a_projectors_layers() -> None:
+    message = refusal([], ["vision/Projector.stds=(0.02,)"])
+    fix = "must be a number above 0 for each of its layers, such as (0.02, 0.014), or ()"
+    assert message.startswith(f"vision/Projector.stds=(0.02,): {fix}")
+    message = refusal([], ["vision/Projector.kind='linear'", "vision/Projector.stds=(0.0,)"])
+    assert "must be a number above 0 for each of its layers, such as (0.02,), or ()" in message
+    config = load_config([], ["vision/Projector.stds=(0.02, 0.01)"])
+    assert config.model["vision"].projector is not None
+    assert config.model["vision"].projector.settings.stds == (0.02, 0.01)
+
+
 # ---- which ranks may be shared
 
 

@@ -65,3 +65,22 @@ def test_layers_of_one_stack_start_as_layers_that_are_created_alone(unroll: bool
             assert jax.tree.structure(alone) == jax.tree.structure(stacked)
             for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(stacked), strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_a_projector_starts_with_its_standard_deviations(kind: str) -> None:
+    stds = (0.02, 0.3)[: 2 if kind == "mlp" else 1]
+    projector = ProjectorConfig(kind=kind, hidden=256 * (kind == "mlp"), stds=stds, inject=(1,))
+    llm = DecoderConfig(layers=3, width=192, heads=4, kv_heads=2, mlp=40, vocab=37)
+    model = multimodal(encoders={"vision": VISION}, llm=llm, projectors={"vision": projector})
+    values: dict[str, np.ndarray] = {}
+    for stage in model.stages(dict.fromkeys(model.nodes, Layout())):
+        for part in stage.slices:
+            named = split_logical(jax.tree.leaves(part.leaves()), jax.tree.leaves(part.initialise(jax.random.key(3))))
+            values |= {name: np.asarray(x) for name, x in named.items() if name.startswith("vision_projector/")}
+    weights = {"up": 0.02, "down": 0.3} if kind == "mlp" else {"kernel": 0.02}
+    for path in ("", "inject001/"):
+        for name, std in weights.items():
+            weight = values[f"vision_projector/{path}{name}"]
+            assert np.std(weight) == pytest.approx(std, rel=0.03) and abs(np.mean(weight)) < 0.05 * std
+    assert not any(value.any() for name, value in values.items() if name.endswith("bias"))

@@ -29,6 +29,8 @@ class ProjectorConfig:
       norm: norm of each feature before features are concatenated: ``none``, ``layer`` (Qwen2-VL), ``rms``,
         ``rms_plus_one``, which multiplies by 1 + its weight (Gemma 3), or ``rms_plain``, which has no weight (Gemma 4).
       bias: whether its products have biases.
+      stds: standard deviations of new weights, of the first layer and the second, or of the only one, such as
+        (0.02, 0.014), normally distributed; () divides 1 by the root of a layer's inputs. New biases are 0.
       pool: whether a token is made of the mean of its patches, whose norm comes behind the mean, and not of all of them
         one behind another (Gemma 3).
       inject: LLM layers that the modality tokens enter again: to the input of each, at the tokens' places, the output
@@ -49,6 +51,7 @@ class ProjectorConfig:
     activation: str = "gelu"
     norm: str = "none"
     bias: bool = True
+    stds: tuple[float, ...] = field(default=(), metadata={"example": (0.02, 0.014)})
     pool: bool = False
     inject: tuple[int, ...] = field(default=(), metadata={"example": (0, 2)})
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
@@ -62,6 +65,10 @@ class ProjectorConfig:
         not_negative("Projector.hidden", self.hidden)
         fix = "a linear projector has no hidden units; set it to 0 or Projector.kind to 'mlp'"
         require(self.kind == "mlp" or not self.hidden, "Projector.hidden", self.hidden, fix)
+        layers = 2 if self.kind == "mlp" else 1
+        legal = not self.stds or (len(self.stds) == layers and min(self.stds) > 0)
+        fix = f"must be a number above 0 for each of its layers, such as {(0.02, 0.014)[:layers]}, or ()"
+        require(legal, "Projector.stds", self.stds, fix)
         ascending = list(self.inject) == sorted(set(self.inject)) and all(layer >= 0 for layer in self.inject)
         require(ascending, "Projector.inject", self.inject, "must be rising numbers of LLM layers, such as (0, 2)")
         legal = not self.levels or (len(self.levels) == len(self.inject) and min(self.levels) >= 0)

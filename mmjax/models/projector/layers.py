@@ -27,7 +27,7 @@ class Projector(nnx.Module):
 
     With ``hidden`` 0 it has one layer, "kernel" and "bias", replicated over tp. ``norm`` is the norm of each of the
     ``together`` features that are concatenated to ``in_width``, a value of ``Projector.norm``. Without ``bias`` it has
-    the products alone.
+    the products alone. ``stds`` are standard deviations of its layers' weights, as in ``Projector.stds``.
     """
 
     def __init__(
@@ -40,15 +40,16 @@ class Projector(nnx.Module):
         norm: str = "none",
         together: int = 1,
         bias: bool = True,
+        stds: Sequence[float] = (),
     ):
-        init = nnx.initializers.lecun_normal()
+        inits = [nnx.initializers.normal(std) for std in stds] or [nnx.initializers.lecun_normal()] * 2
         if norm not in ("none", "rms_plain"):
             self.norm = Norm(in_width // together, rms=norm != "layer", plus_one=norm == "rms_plus_one")
         if not hidden:
-            self.kernel = nnx.Param(init(rngs.params(), (in_width, out_width)), dims=("input", "output"))
+            self.kernel = nnx.Param(inits[0](rngs.params(), (in_width, out_width)), dims=("input", "output"))
         else:
-            self.up = nnx.Param(init(rngs.params(), (in_width, hidden)), dims=("embed", "mlp"))
-            self.down = nnx.Param(init(rngs.params(), (hidden, out_width)), dims=("mlp", "embed"))
+            self.up = nnx.Param(inits[0](rngs.params(), (in_width, hidden)), dims=("embed", "mlp"))
+            self.down = nnx.Param(inits[1](rngs.params(), (hidden, out_width)), dims=("mlp", "embed"))
         if bias and not hidden:
             self.bias = nnx.Param(jnp.zeros(out_width), dims=("output",))
         if bias and hidden:
