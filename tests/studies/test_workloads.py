@@ -125,11 +125,14 @@ TOTAL = 256 * 4096 * 8192 * 2
 """Bytes of a step's features: 256 samples of 4,096 vision tokens, 8,192 numbers each."""
 
 
-@pytest.mark.parametrize("bridge", BRIDGES, ids=lambda one: one.mode)
+@pytest.mark.parametrize("bridge", BRIDGES, ids=lambda one: one.name)
 def test_bytes_of_the_boundary_by_hand(bridge: Bridge) -> None:
     payloads = [bridge.payload(direction) for direction in ("forward", "backward")]
     assert payloads == [TOTAL / bridge.llm.dp, TOTAL / bridge.encoder.dp]
-    if bridge.mode == "C":  # a rank has half of what it needs, and all that goes back
+    if bridge.whole:  # leaders of the first stage hear from ranks of both, of which one is the leader itself
+        assert bridge.arriving("forward") == TOTAL / 16
+        assert bridge.busiest("forward") == bridge.busiest("backward") == TOTAL / 16
+    elif bridge.mode == "C":  # a rank has half of what it needs, and all that goes back
         assert [bridge.arriving(direction) for direction in ("forward", "backward")] == [TOTAL / 32, 0]
         assert bridge.busiest("forward") == bridge.busiest("backward") == 0
     else:  # a rank of the island sends to two leaders, and hears from both
@@ -138,8 +141,8 @@ def test_bytes_of_the_boundary_by_hand(bridge: Bridge) -> None:
 
 
 def test_the_boundary_takes_less_than_a_percent_and_ncs_forward_is_the_longest() -> None:
-    seconds = {(one.mode, way): one.by_routes(way) for one in BRIDGES for way in ("forward", "backward")}
-    shares = [seconds[one.mode, way] / one.step for one in BRIDGES for way in ("forward", "backward")]
+    seconds = {(one.name, way): one.by_routes(way) for one in BRIDGES for way in ("forward", "backward")}
+    shares = [seconds[one.name, way] / one.step for one in BRIDGES for way in ("forward", "backward")]
     assert max(shares) < 0.01
     assert max(seconds, key=lambda key: seconds[key]) == ("NC", "forward")
     assert seconds["C", "backward"] == 0
