@@ -113,7 +113,7 @@ def test_a_prediction_is_the_planners_estimate() -> None:
         offloads=small.recipe.model.offloads,
     )  # fmt: skip
     assert small.estimate.rows == {"llm": (4, 16384), "vision": (16, 2048)}
-    assert small.value == pytest.approx(1.221, rel=0.15) and small.ratio == small.value / 1.221
+    assert small.value and small.value == pytest.approx(1.221, rel=0.15) and small.ratio == small.value / 1.221
     assert small.estimate.most == pytest.approx(small.dry_run, rel=0.1)
     assert small.estimate.padding == 0  # MFU counts full rows
     assert small.throughput == 8 / small.estimate.seconds
