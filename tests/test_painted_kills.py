@@ -72,7 +72,14 @@ def test_kills_change_no_sample(name: str, tmp_path: Path) -> None:
     run_command("train", [*train_flags(config, whole), *gin(MEANS)], tmp_path / "whole.log")
 
     def after(step: int, run: Path) -> Callable[[Command], bool]:
-        return lambda _: (run / "metrics.jsonl").exists() and len(read_metrics(run / "metrics.jsonl")) >= step
+        """Whether so many steps are over, and a checkpoint is finished: it is written beside the steps behind it."""
+        rows, checkpoints = run / "metrics.jsonl", run / "checkpoints"
+
+        def reached(_: Command) -> bool:
+            saved = any(path.name.isdigit() for path in checkpoints.glob("*"))
+            return saved and rows.exists() and len(read_metrics(rows)) >= step
+
+        return reached
 
     def saving(run: Path) -> Callable[[Command], bool]:
         return lambda _: any((run / "checkpoints").glob("*.orbax-checkpoint-tmp"))

@@ -21,6 +21,11 @@ LEAST_SHARE = 0.1
 """A leaf's difference is relative to its gradient's norm, or to this share of its module's norm if that is larger.
 
 Some leaves have almost no gradient."""
+MOMENT_SHARE = 0.05
+"""A module's gradient difference is relative to its norm, or to this share of its first moment's if that is larger.
+
+Gradients are computed from moments, whose rounding is all there is of a gradient that is far smaller: that of a projector
+in a step that drops the condition of all but one picture."""
 LIMITS = {
     "float32": {"loss": 1e-5, "grad": 1e-5, "update": 1e-4, "moments": 1e-4},
     "bfloat16": {"loss": 2e-2, "grad": 5e-2, "update": 2e-1, "moments": 5e-2, "leaf": 8e-2},
@@ -164,7 +169,9 @@ def _gradient_gap(module: str, actual: Run, expected: Expected, gradients: Leave
     norm_gap = relative_number(*norms)
     if not norms[1]:
         return norm_gap  # rounding of the moments would look like a gradient
-    return max(norm_gap, relative(of_module(gradients, module), of_module(expected.gradients[step], module)))
+    moments = of_module(of_kind(actual.leaves[step + 1], "adam_m"), module)
+    least = MOMENT_SHARE * norm(moments.values())
+    return max(norm_gap, relative(of_module(gradients, module), of_module(expected.gradients[step], module), least))
 
 
 def _leaf_gap(actual: Leaves, expected: Leaves) -> float:
@@ -251,14 +258,16 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
     return math.sqrt(sum(float(np.sum(np.square(a.astype(np.float64)))) for a in arrays))
 
 
-def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], least: float = 0.0) -> float:
     """‖actual − expected‖ / ‖expected‖ over all leaves; 0 if both are 0, infinite if it is not a finite number.
 
     Infinite too if only one side has a leaf, or shapes differ. Both are arrays by name, such as "llm/embed".
+
+    least: a smaller ‖expected‖ counts as this much.
     """
     if actual.keys() != expected.keys() or any(actual[name].shape != expected[name].shape for name in expected):
         return math.inf
-    return _ratio(norm(difference(actual, expected).values()), norm(expected.values()))
+    return _ratio(norm(difference(actual, expected).values()), max(norm(expected.values()), least))
 
 
 def relative_number(actual: float, expected: float) -> float:

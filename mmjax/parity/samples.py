@@ -196,7 +196,40 @@ class Maker:
         names = [encoders[(shape.turn + i) % len(encoders)] if encoders else "" for i in range(len(shape.media))]
         if shape.drawn is not None and drawn:
             names[shape.drawn] = drawn[kind % len(drawn)]
-        return [(name, medium) for name, medium in zip(names, shape.media, strict=True) if name]
+        counts = [self._tokens(name, size) for name, (_, size) in zip(names, shape.media, strict=True)]
+        starts = _apart([start for start, _ in shape.media], counts, shape.length)
+        return [
+            (name, (start, size)) for name, start, (_, size) in zip(names, starts, shape.media, strict=True) if name
+        ]
+
+    def _tokens(self, name: str, size: tuple[int, int]) -> int:
+        """The most LLM tokens of a medium of this size: a generator with queries has as many for every picture."""
+        spec = self.encoders.get(name)
+        return (spec.queries if spec else 0) or math.prod(size)
+
+
+def _apart(starts: Sequence[int], counts: Sequence[int], length: int) -> list[int]:
+    """Places of media's first tokens in a sample, moved as little as makes them disjoint.
+
+    Args:
+      starts: the places in rising order.
+      counts: each medium's tokens.
+      length: tokens of the sample.
+
+    Raises:
+      ValueError: the sample has too few tokens.
+    """
+    if sum(counts) > length:
+        raise ValueError(f"a sample of {length} tokens has no room for media of {list(counts)}: use fewer queries")
+    moved, end = [], 0
+    for start, count in zip(starts, counts, strict=True):
+        moved.append(max(start, end))
+        end = moved[-1] + count
+    end = length
+    for i in reversed(range(len(moved))):
+        moved[i] = min(moved[i], end - counts[i])
+        end = moved[i]
+    return moved
 
 
 def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ def array(values: list[float]) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def expected() -> Expected:
-    """Two steps of two modules, the second frozen, with gradients made up."""
+def expected(second: float = 1.0) -> Expected:
+    """Two steps of two modules, the second frozen, with gradients made up; ``second`` multiplies those of step 2."""
     rng = np.random.default_rng(0)
     names = ("vision/a", "vision/b", "llm/c")
     state = TrainState(leaves={n: rng.normal(size=(3, 4)).astype(np.float32) for n in names})
@@ -37,8 +37,8 @@ def expected() -> Expected:
         run.leaves.append(leaves)
 
     keep()
-    for _ in range(2):
-        gradients = {n: rng.normal(size=(3, 4)).astype(np.float32) for n in names[:2]}
+    for factor in (1.0, second):
+        gradients = {n: np.float32(factor) * rng.normal(size=(3, 4)).astype(np.float32) for n in names[:2]}
         state = adamw_step(state, gradients, MODULES, dict.fromkeys(MODULES, 1e-2), clip_norm=CLIP)
         run.gradients.append(gradients)
         run.norms.append({"vision": global_norm(gradients), "llm": 0.0})
@@ -89,6 +89,16 @@ def test_gradients_come_back_unclipped() -> None:
     assert min(run["vision"] for run in WANT.norms) > CLIP
     for got, want in zip(recovered_gradients(WANT, MODULES, CLIP), WANT.gradients, strict=True):
         assert relative(got, want) < 1e-6
+
+
+def test_a_gradient_far_smaller_than_the_moments_is_known_as_well_as_they_are() -> None:
+    """The second step's gradient is 1e-4 of the first's: rounding of the moments is more than 2e-5 of it."""
+    want = expected(second=1e-4)
+    same = Run(losses=list(want.losses), norms=want.norms, leaves=copy.deepcopy(want.leaves))
+    assert relative(recovered_gradients(same, MODULES, CLIP)[1], want.gradients[1]) > 2e-5
+    assert compare(same, want, MODULES, clip_norm=CLIP).ok
+    same.leaves[2]["adam_m/vision/a"] *= np.float32(1 + 1e-5)
+    assert compare(same, want, MODULES, clip_norm=CLIP).first_off() == (2, ["vision grad"])
 
 
 def set_leaf(name: str, step: int, factor: float) -> Callable[[Run], None]:

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.data.packing import Packer
+from mmjax.data.sample import disagreement, meta_of
 from mmjax.data.types import EncoderSpec, Sample
 from mmjax.models.dit.config import DiTConfig
 from mmjax.models.graph import MultimodalModel, multimodal
 from mmjax.models.llama.config import DecoderConfig
+from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.vit.config import ViTConfig
 from mmjax.models.whisper.config import WhisperConfig
-from mmjax.parity.samples import LENGTH, REPEATED, BatchSizes, Maker, Samples, Steps, buckets
+from mmjax.parity.samples import KINDS, LENGTH, REPEATED, BatchSizes, Maker, Samples, Steps, buckets
 
 LLM = DecoderConfig(vocab=37)
 AUDIO = WhisperConfig(mels=3, merge=2)
@@ -186,3 +188,21 @@ def test_the_buckets_hold_them(cells: int, count: int, several: bool, merge: int
         used |= {part.bucket["vision"] for part in batch.microbatches}
         assert all(len(part.inputs["llm"]["tokens"]) == sizes.rows for part in batch.microbatches)
     assert used <= {0, 1} and (several or used == {0})
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 7, 8, 12, 16])
+def test_any_number_of_queries_fits_into_every_kind_of_sample(queries: int) -> None:
+    """A rank of cp and tp has equal parts of a condition: a check has as many places as there are ranks, and more."""
+    painter = MMDiTConfig(channels=2, patch=2, queries=queries)
+    maker = Maker.of(multimodal({"vision": VIT}, LLM, {"painter": painter}))
+    for kind in range(2 * len(KINDS)):
+        sample = maker.sample(np.random.default_rng(kind), kind)
+        assert not disagreement(sample, meta_of(sample, maker.encoders), list(sample.media), maker.encoders)
+        assert (sample.tokens == maker.placeholders["painter"]).sum() == queries * len(sample.media["painter"])
+
+
+def test_a_sample_without_room_for_queries_is_refused() -> None:
+    painter = MMDiTConfig(channels=2, patch=2, queries=20)
+    maker = Maker.of(multimodal({"vision": VIT}, LLM, {"painter": painter}))
+    with pytest.raises(ValueError, match=r"^a sample of 20 tokens has no room for media of \[4, 20\]: use fewer"):
+        maker.sample(np.random.default_rng(0), 2)
