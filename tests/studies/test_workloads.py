@@ -18,7 +18,7 @@ from mmjax.recipe import Recipe
 from studies.__main__ import main
 from studies.cornstarch.tables import PAIRS
 from studies.nvidia.tables import RANKINGS
-from studies.workloads.bridge import BRIDGES, Bridge
+from studies.workloads.bridge import BRIDGES, Bridge, table
 from studies.workloads.cases import CONFIGS, WORKLOADS, Published, Quantity, Workload, chosen, measured
 from studies.workloads.predicted import predictions
 
@@ -146,3 +146,10 @@ def test_the_boundary_takes_less_than_a_percent_and_ncs_forward_is_the_longest()
     assert max(shares) < 0.01
     assert max(seconds, key=lambda key: seconds[key]) == ("NC", "forward")
     assert seconds["C", "backward"] == 0
+
+
+def test_the_page_has_every_workload_and_figure_8() -> None:
+    page = (CONFIGS.parent / "docs" / "workloads.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
+    for line in list(table({"C": 10.7, "NC": 10.5}))[2:]:
+        assert "|".join(line.split("|")[:7]) in page, "bytes and seconds by routes; programs need a compiler"
