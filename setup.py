@@ -5,4 +5,6 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["mmjax*"]), "mmjax.configs", "mmjax.configs.finetune"])
+CONFIGS = ("", ".finetune", ".paper", ".paper.parts")
+
+setup(packages=[*find_packages(include=["mmjax*"]), *(f"mmjax.configs{folder}" for folder in CONFIGS)])

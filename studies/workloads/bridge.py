@@ -11,7 +11,7 @@ that are not here, at assumed rates (`mmjax.compile.rates`); moves between nodes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,26 +39,30 @@ class Bridge:
     """The boundary of one mode.
 
     Attributes:
+      name: its name in rows and tables.
       mode: "C" or "NC".
       encoder: the encoder's layout.
       llm: the LLM's layout; its first stage reads what the encoder makes.
       step: measured seconds of a step (Tables A2 and A5).
+      whole: whether the encoder runs once a step, for all microbatches.
     """
 
+    name: str
     mode: str
     encoder: Layout
     llm: Layout
     step: float
+    whole: bool = False
 
     @property
-    def microbatches(self) -> int:
-        """Microbatches of a step, each a sample of each replica of the LLM."""
-        return BATCH // self.llm.dp
+    def transfers_a_step(self) -> int:
+        """Transfers of a step: one for each microbatch, which is a sample of each replica of the LLM, or one in all."""
+        return 1 if self.whole else BATCH // self.llm.dp
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """A microbatch's features."""
-        return jax.ShapeDtypeStruct((self.llm.dp * PICTURES, PATCHES, WIDTH), jnp.bfloat16)
+        """The features of a transfer."""
+        return jax.ShapeDtypeStruct((BATCH // self.transfers_a_step * PICTURES, PATCHES, WIDTH), jnp.bfloat16)
 
     @property
     def ranks(self) -> int:
@@ -79,7 +83,7 @@ class Bridge:
     def payload(self, direction: str) -> float:
         """Bytes of a step that a rank has after the transfer: its rows of the features, or of their gradient."""
         aval = self.transfers[direction].target_aval
-        return self.microbatches * _bytes(aval.sharding.shard_shape(aval.shape))
+        return self.transfers_a_step * _bytes(aval.sharding.shard_shape(aval.shape))
 
     def arriving(self, direction: str) -> float:
         """Bytes of these that were not on the rank before, on the rank with the most."""
@@ -89,27 +93,32 @@ class Bridge:
         before = _rows_by_rank(routing.source.ranks, routing.source.layout.dp, rows)
         for rank, needed in _rows_by_rank(routing.target.ranks, routing.target.layout.dp, rows).items():
             fullest = max(fullest, len(needed - before.get(rank, set())))
-        return self.microbatches * unit * fullest
+        return self.transfers_a_step * unit * fullest
 
-    def busiest(self, direction: str) -> float:
-        """Bytes of a step on the busiest link between the modules, in one direction; 0 where they share ranks."""
+    def busiest(self, direction: str, *, across: bool = True) -> float:
+        """Bytes of a step on the busiest link between two ranks' ends, in one direction.
+
+        0 where the modules share their ranks. across: links of the network between nodes; else those within nodes.
+        """
         routing = self.transfers[direction].routing
-        if routing.source.ranks == routing.target.ranks:
-            return 0.0
-        links = Counter(("out", route.source) for route in routing.routes)
-        links += Counter(("in", route.target) for route in routing.routes)
-        return self.microbatches * _bytes(routing.piece) * max(links.values())
+        links = Counter[tuple[str, int]]()
+        if routing.source.ranks != routing.target.ranks:
+            for route in routing.routes:
+                apart = route.source // H100.node != route.target // H100.node
+                if route.source != route.target and apart == across:
+                    links.update([("out", route.source), ("in", route.target)])
+        return self.transfers_a_step * _bytes(routing.piece) * max(links.values(), default=0)
 
     def by_routes(self, direction: str) -> float:
-        """Seconds of a step: the busiest link's bytes over the network, and the rest of what arrives within a node."""
-        routing = self.transfers[direction].routing
-        moved, latency = self.busiest(direction), H100.latency * self.microbatches
-        within = routing.target.layout.tp > 1 if moved else True
-        arriving = self.arriving(direction) if within else 0.0
-        return moved / H100.network + arriving / H100.link + latency * bool(moved or arriving)
+        """Seconds of a step: what lies on the busiest links, and what a tp group hears from its leader or siblings."""
+        target = self.transfers[direction].routing.target
+        moved = self.busiest(direction), self.busiest(direction, across=False)
+        heard = self.arriving(direction) if target.layout.tp > 1 or not any(moved) else 0.0
+        seconds = moved[0] / H100.network + (moved[1] + heard) / H100.link
+        return seconds + H100.latency * self.transfers_a_step if seconds else 0.0
 
     def compiled(self, direction: str) -> list[Work]:
-        """The work of pack, move and unpack of a microbatch, compiled for H100s; needs JAX's compiler for CUDA.
+        """The work of pack, move and unpack of a transfer, compiled for H100s; needs JAX's compiler for CUDA.
 
         Routes that share no rank are programs of their own, which run at the same time: the longest counts.
         """
@@ -147,64 +156,77 @@ def _bytes(shape: tuple[int, ...]) -> int:
 
 
 LLM_LAYOUT = Layout(tp=8, pp=2, dp=16)
+C_STEP, NC_STEP = 7.434, 8.471 / 1.093
 BRIDGES = (
-    Bridge(mode="C", encoder=Layout(tp=4, dp=32), llm=LLM_LAYOUT, step=7.434),
-    Bridge(mode="NC", encoder=Layout(dp=8, rank_offset=256), llm=LLM_LAYOUT, step=8.471 / 1.093),
+    Bridge(name="C", mode="C", encoder=Layout(tp=4, dp=32), llm=LLM_LAYOUT, step=C_STEP),
+    Bridge(name="C, DP 256", mode="C", encoder=Layout(dp=256), llm=LLM_LAYOUT, step=C_STEP, whole=True),
+    Bridge(name="NC", mode="NC", encoder=Layout(dp=8, rank_offset=256), llm=LLM_LAYOUT, step=NC_STEP),
 )
-"""C with DP 32 and 16 on the ranks of the LLM's first stage, as the text's groups of two have them; NC's island of
-eight (Table A5), before an LLM of the same layout."""
+"""C with DP 32 and 16 on the ranks of the LLM's first stage, as the text's groups of two have them; C with the encoder
+of Table A2, on the ranks of both stages; and NC's island of eight (Table A5) before an LLM of the same layout."""
 
 
-def rows() -> Iterator[Row]:
-    """Bytes and seconds of both directions of both modes, and their share of the measured step."""
+def rows(predicted: Mapping[str, float]) -> Iterator[Row]:
+    """Bytes and seconds of both directions of both modes, and their share of a step.
+
+    predicted: seconds of a step as estimated, by mode.
+    """
     for bridge in BRIDGES:
         for direction in DIRECTIONS:
-            case = f"Figure 8, 3B+70B, {bridge.mode}, {direction}"
-            seconds = bridge.by_routes(direction)
+            case = f"Figure 8, 3B+70B, {bridge.name}, {direction}"
             yield _row(f"{case}: payload of a rank", bridge.payload(direction) / GIGA, "GB")
             yield _row(f"{case}: arriving at a rank", bridge.arriving(direction) / GIGA, "GB")
-            yield _row(f"{case}: on the busiest link", bridge.busiest(direction) / GIGA, "GB")
-            yield _row(f"{case}: by routes", seconds * 1e3, "ms")
-            yield _row(f"{case}: by routes, of the measured step", 100 * seconds / bridge.step, "%")
+            yield _row(f"{case}: over the network, on the busiest link", bridge.busiest(direction) / GIGA, "GB")
+            yield from _timed(f"{case}, by routes", bridge, bridge.by_routes(direction), predicted)
             if has_compiler():
-                yield from _compiled_rows(case, bridge, direction)
+                works = bridge.compiled(direction)
+                for kind, size in _collectives(bridge, works).items():
+                    yield _row(f"{case}, compiled: {kind}", size / GIGA, "GB")
+                yield from _timed(f"{case}, compiled", bridge, _seconds(bridge, works), predicted)
 
 
-def _compiled_rows(case: str, bridge: Bridge, direction: str) -> Iterator[Row]:
-    works = bridge.compiled(direction)
-    sent = sum(kind.bytes for work in works for kind in work.collectives.values()) * bridge.microbatches
-    seconds = sum(work.total for work in works) * bridge.microbatches
-    yield _row(f"{case}: collectives, compiled", sent / GIGA, "GB")
-    yield _row(f"{case}: programs, compiled", seconds * 1e3, "ms")
-    yield _row(f"{case}: programs, of the measured step", 100 * seconds / bridge.step, "%")
+def _timed(case: str, bridge: Bridge, seconds: float, predicted: Mapping[str, float]) -> Iterator[Row]:
+    yield _row(f"{case}: of a step", seconds * 1e3, "ms")
+    yield _row(f"{case}: share of the measured step", 100 * seconds / bridge.step, "%")
+    yield _row(f"{case}: share of the predicted step", 100 * seconds / predicted[bridge.mode], "%")
 
 
 def _row(case: str, value: float, unit: str) -> Row:
     return Row(bench="workloads", case=case, value=float(value), unit=unit)
 
 
-def table() -> Iterator[str]:
-    """The lines of the table of Figure 8; what needs a compiler is left empty without one."""
-    yield (
-        "| mode, direction | payload of a rank, GB | arriving, GB | busiest link, GB | by routes, ms | of the step |"
-        " collectives compiled | programs, ms | of the step |"
-    )
+def _collectives(bridge: Bridge, works: list[Work]) -> dict[str, float]:
+    """Bytes of a step on a rank, by kind of collective."""
+    sizes = Counter[str]()
+    for work in works:
+        sizes.update({kind: round(each.bytes * bridge.transfers_a_step) for kind, each in work.collectives.items()})
+    return dict(sizes)
+
+
+def _seconds(bridge: Bridge, works: list[Work]) -> float:
+    """Seconds of a step, as if no transfer lay beside anything."""
+    return bridge.transfers_a_step * sum(work.total for work in works)
+
+
+def table(predicted: Mapping[str, float]) -> Iterator[str]:
+    """The lines of the table of Figure 8; what needs a compiler is left empty without one. predicted: as for `rows`."""
+    heads = ("mode, direction", "payload, GB", "arriving, GB", "over the network, GB", "by routes, ms", "of the step")
+    yield f"| {' | '.join((*heads, 'collectives, compiled', 'programs, ms', 'of the step'))} |"
     yield "|" + "---|" * 9
     for bridge in BRIDGES:
         for direction in DIRECTIONS:
             bytes_of = (bridge.payload(direction), bridge.arriving(direction), bridge.busiest(direction))
-            seconds = bridge.by_routes(direction)
-            cells = [f"{bridge.mode}, {direction}", *(f"{size / GIGA:.2f}" for size in bytes_of)]
-            cells += [f"{seconds * 1e3:.1f}", f"{seconds / bridge.step:.2%}"]
-            works = bridge.compiled(direction) if has_compiler() else None
-            yield f"| {' | '.join([*cells, *(_compiled_cells(bridge, works) if works is not None else ('',) * 3)])} |"
+            cells = [f"{bridge.name}, {direction}", *(f"{size / GIGA:.2f}" for size in bytes_of)]
+            cells += _shares(bridge, bridge.by_routes(direction), predicted)
+            if has_compiler():
+                works = bridge.compiled(direction)
+                kinds = (f"{kind} {size / GIGA:.2f} GB" for kind, size in _collectives(bridge, works).items())
+                cells += [", ".join(kinds) or "none", *_shares(bridge, _seconds(bridge, works), predicted)]
+            else:
+                cells += [""] * 3
+            yield f"| {' | '.join(cells)} |"
 
 
-def _compiled_cells(bridge: Bridge, works: list[Work]) -> Iterator[str]:
-    kinds = Counter[str]()
-    for work in works:
-        kinds.update({kind: round(each.bytes * bridge.microbatches) for kind, each in work.collectives.items()})
-    seconds = sum(work.total for work in works) * bridge.microbatches
-    yield ", ".join(f"{kind} {size / GIGA:.2f} GB" for kind, size in kinds.items()) or "none"
-    yield f"{seconds * 1e3:.1f}"
-    yield f"{seconds / bridge.step:.2%}"
+def _shares(bridge: Bridge, seconds: float, predicted: Mapping[str, float]) -> list[str]:
+    """Milliseconds, and the share of the measured and of the predicted step."""
+    return [f"{seconds * 1e3:.1f}", f"{seconds / bridge.step:.2%}, {seconds / predicted[bridge.mode]:.2%}"]

@@ -18,7 +18,7 @@ from mmjax.recipe import Recipe
 from studies.__main__ import main
 from studies.cornstarch.tables import PAIRS
 from studies.nvidia.tables import RANKINGS
-from studies.workloads.bridge import BRIDGES, Bridge
+from studies.workloads.bridge import BRIDGES, Bridge, table
 from studies.workloads.cases import CONFIGS, WORKLOADS, Published, Quantity, Workload, chosen, measured
 from studies.workloads.predicted import predictions
 
@@ -113,7 +113,7 @@ def test_a_prediction_is_the_planners_estimate() -> None:
         offloads=small.recipe.model.offloads,
     )  # fmt: skip
     assert small.estimate.rows == {"llm": (4, 16384), "vision": (16, 2048)}
-    assert small.value == pytest.approx(1.221, rel=0.15) and small.ratio == small.value / 1.221
+    assert small.value and small.value == pytest.approx(1.221, rel=0.15) and small.ratio == small.value / 1.221
     assert small.estimate.most == pytest.approx(small.dry_run, rel=0.1)
     assert small.estimate.padding == 0  # MFU counts full rows
     assert small.throughput == 8 / small.estimate.seconds
@@ -125,11 +125,14 @@ TOTAL = 256 * 4096 * 8192 * 2
 """Bytes of a step's features: 256 samples of 4,096 vision tokens, 8,192 numbers each."""
 
 
-@pytest.mark.parametrize("bridge", BRIDGES, ids=lambda one: one.mode)
+@pytest.mark.parametrize("bridge", BRIDGES, ids=lambda one: one.name)
 def test_bytes_of_the_boundary_by_hand(bridge: Bridge) -> None:
     payloads = [bridge.payload(direction) for direction in ("forward", "backward")]
     assert payloads == [TOTAL / bridge.llm.dp, TOTAL / bridge.encoder.dp]
-    if bridge.mode == "C":  # a rank has half of what it needs, and all that goes back
+    if bridge.whole:  # leaders of the first stage hear from ranks of both, of which one is the leader itself
+        assert bridge.arriving("forward") == TOTAL / 16
+        assert bridge.busiest("forward") == bridge.busiest("backward") == TOTAL / 16
+    elif bridge.mode == "C":  # a rank has half of what it needs, and all that goes back
         assert [bridge.arriving(direction) for direction in ("forward", "backward")] == [TOTAL / 32, 0]
         assert bridge.busiest("forward") == bridge.busiest("backward") == 0
     else:  # a rank of the island sends to two leaders, and hears from both
@@ -138,8 +141,15 @@ def test_bytes_of_the_boundary_by_hand(bridge: Bridge) -> None:
 
 
 def test_the_boundary_takes_less_than_a_percent_and_ncs_forward_is_the_longest() -> None:
-    seconds = {(one.mode, way): one.by_routes(way) for one in BRIDGES for way in ("forward", "backward")}
-    shares = [seconds[one.mode, way] / one.step for one in BRIDGES for way in ("forward", "backward")]
+    seconds = {(one.name, way): one.by_routes(way) for one in BRIDGES for way in ("forward", "backward")}
+    shares = [seconds[one.name, way] / one.step for one in BRIDGES for way in ("forward", "backward")]
     assert max(shares) < 0.01
     assert max(seconds, key=lambda key: seconds[key]) == ("NC", "forward")
     assert seconds["C", "backward"] == 0
+
+
+def test_the_page_has_every_workload_and_figure_8() -> None:
+    page = (CONFIGS.parent / "docs" / "workloads.md").read_text(encoding="utf-8")
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
+    for line in list(table({"C": 10.7, "NC": 10.5}))[2:]:
+        assert "|".join(line.split("|")[:7]) in page, "bytes and seconds by routes; programs need a compiler"
