@@ -171,7 +171,8 @@ def _gradient_gap(module: str, actual: Run, expected: Expected, gradients: Leave
         return norm_gap  # rounding of the moments would look like a gradient
     moments = of_module(of_kind(actual.leaves[step + 1], "adam_m"), module)
     least = MOMENT_SHARE * norm(moments.values())
-    return max(norm_gap, relative(of_module(gradients, module), of_module(expected.gradients[step], module), least))
+    pair = of_module(gradients, module), of_module(expected.gradients[step], module)
+    return max(norm_gap, relative(*pair, least=least))
 
 
 def _leaf_gap(actual: Leaves, expected: Leaves) -> float:
@@ -258,7 +259,7 @@ def norm(arrays: Iterable[np.ndarray]) -> float:
     return math.sqrt(sum(float(np.sum(np.square(a.astype(np.float64)))) for a in arrays))
 
 
-def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], least: float = 0.0) -> float:
+def relative(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, least: float = 0.0) -> float:
     """‖actual − expected‖ / ‖expected‖ over all leaves; 0 if both are 0, infinite if it is not a finite number.
 
     Infinite too if only one side has a leaf, or shapes differ. Both are arrays by name, such as "llm/embed".

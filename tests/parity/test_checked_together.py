@@ -38,6 +38,11 @@ def all_together(changes: Changes, *encoders: str, microbatches: int = 4) -> Cha
     return changes | train | {f"{name}/Layout.microbatches": 0 for name in encoders}
 
 
+def inside(schedule: str) -> Changes:
+    """The LLM's own schedule within each window."""
+    return {"Train.inner": schedule}
+
+
 MATRIX: dict[str, Changes] = {
     "all of a step, dp 4 to 1": together({"dp": 4}, {"pp": 2, "tp": 2}),
     "windows of one": together({"dp": 4}, {"pp": 2, "tp": 2}, window=1),
@@ -71,27 +76,25 @@ MATRIX: dict[str, Changes] = {
     "sliced": together({"dp": 2}, {"pp": 2, "tp": 2}) | {"World.route": "sliced"},
     "sharded parameters": together({"dp": 4, "shard": "parameters"}, {"pp": 2, "tp": 2}),
     "recomputed": together({"dp": 4}, {"pp": 2, "tp": 2}) | {"vision/ViT.remat": "full"},
-    "zb-h1 inside": together({"dp": 4}, {"pp": 2, "tp": 2}, **{"Train.inner": "zb-h1"}),
-    "zb-h1 in windows, the last shorter": together(
-        {"dp": 4}, {"pp": 4}, microbatches=5, window=2, **{"Train.inner": "zb-h1", "Train.global_batch": 10}
-    ),
-    "chunks inside": together({"dp": 4}, {"pp": 2, "tp": 2, "chunks": 2}, **{"Train.inner": "interleaved"}),
-    "chunks in windows, sharded": together(
-        {"dp": 4, "shard": "parameters"}, {"pp": 2, "dp": 2, "chunks": 2}, window=2, **{"Train.inner": "interleaved"}
-    ),
-    "eager inside, microbatch by microbatch": together(
-        {"dp": 2, "tp": 2, "microbatches": 1}, {"pp": 4}, **{"Train.inner": "eager-1f1b"}
-    ),
-    "zb-h1 inside, frozen and offloaded": together(
-        {"dp": 4}, {"pp": 2, "tp": 2}, **FROZEN, **{"Train.inner": "zb-h1", "vision/Offload.parameters": True}
-    ),
-    "zb-h1 inside, lanes of the encoder": together(
-        {"lanes": 2, "dp": 2, "microbatches": 1}, {"pp": 2, "tp": 2}, **{"Train.inner": "zb-h1"}
-    ),
+    "zb-h1 inside": together({"dp": 4}, {"pp": 2, "tp": 2}) | inside("zb-h1"),
+    "zb-h1 in windows, the last shorter": together({"dp": 4}, {"pp": 4}, microbatches=5, window=2)
+    | inside("zb-h1")
+    | {"Train.global_batch": 10},
+    "chunks inside": together({"dp": 4}, {"pp": 2, "tp": 2, "chunks": 2}) | inside("interleaved"),
+    "chunks in windows, sharded": together({"dp": 4, "shard": "parameters"}, {"pp": 2, "dp": 2, "chunks": 2}, window=2)
+    | inside("interleaved"),
+    "eager inside, microbatch by microbatch": together({"dp": 2, "tp": 2, "microbatches": 1}, {"pp": 4})
+    | inside("eager-1f1b"),
+    "zb-h1 inside, frozen and offloaded": together({"dp": 4}, {"pp": 2, "tp": 2}, **FROZEN)
+    | inside("zb-h1")
+    | {"vision/Offload.parameters": True},
+    "zb-h1 inside, lanes of the encoder": together({"lanes": 2, "dp": 2, "microbatches": 1}, {"pp": 2, "tp": 2})
+    | inside("zb-h1"),
     "zb-h1 inside, a generator": all_together(four("2,2,1", "1,1,4@0", "1,1,4@0", "1,1,2@4"), "vision", "audio")
-    | {"Train.inner": "zb-h1"},
+    | inside("zb-h1"),
     "chunks inside, one encoder beside": all_together(three("2,2,1", "1,1,4@0", "1,1,2@4"), "vision")
-    | {"Train.inner": "interleaved", "llm/Layout.chunks": 2},
+    | inside("interleaved")
+    | {"llm/Layout.chunks": 2},
     "two encoders": all_together(three("2,2,1", "1,1,4@0", "1,1,4@0"), "vision", "audio"),
     "one of two encoders": all_together(three("2,2,1", "1,1,4@0", "1,1,2@4"), "vision"),
     "two encoders in ops of two sizes": all_together(three("2,2,1", "1,1,4@0", "2,1,2@0"), "vision", microbatches=3)
