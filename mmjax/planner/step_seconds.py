@@ -97,6 +97,10 @@ class StepSeconds:
         """The graph whose stages are split as under the candidate's schedule."""
         return split_as(self.candidate.schedule, self.candidate.inner, self.graph)
 
+    def _splits(self, name: str) -> bool:
+        """Whether some stage of module `name` has a split backward."""
+        return any(node.split for node in self._split_graph.stages if node.module == name)
+
     def _kinds(self, node: StageNode) -> str:
         """The kinds of op that a stage runs for each microbatch."""
         return "FBW"[: 1 + node.backward + self._split_graph.stage(node.name).split]
@@ -121,7 +125,7 @@ class StepSeconds:
         exchange = whole_rows = 0.0, 0.0
         if layout.cp > 1:
             exchange, whole_rows = self._exchange(name, part, compute), self._whole_rows(name, part)
-        halves = not any(node.split for node in self._split_graph.stages if node.module == name)
+        halves = not self.candidate.traits.splits or not self._splits(name)
         compute = with_experts(
             compute, module, layout, clock, shape=(rows, width), part=part, first=first, halves=halves
         )

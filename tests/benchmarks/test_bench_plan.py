@@ -54,6 +54,7 @@ def test_all_modes_of_mllm_72b_are_simulated() -> None:
     assert took.unit == "ms" and took.target is not None
     assert [row.case.rpartition(": ")[2] for row in steps] == [
         "step, homogeneous, simulated",
+        "step, colocated, simulated",
         "step, non-colocated, simulated",
     ]
     # Communication, bubbles and what encoders keep are more than Eq. 1 and 2 know.
