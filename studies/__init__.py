@@ -74,16 +74,16 @@ STUDIES = {
 
 
 def rows_of(name: str, options: Mapping[str, str | int | bool]) -> Iterator[Row]:
-    """The rows of a study. options: values of flags, of which it gets its own."""
-    return _function(STUDIES[name].rows)(**_own(name, options))
+    """The rows of a study. options: values of flags, of which it gets those in `Study.options`."""
+    return _function(STUDIES[name].rows)(**_options_of(name, options))
 
 
 def tables_of(name: str, options: Mapping[str, str | int | bool]) -> dict[str, str]:
     """The tables of a study's documentation in Markdown, by name. options: as for `rows_of`."""
-    return _function(STUDIES[name].tables)(**_own(name, options))
+    return _function(STUDIES[name].tables)(**_options_of(name, options))
 
 
-def _own(name: str, options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:
+def _options_of(name: str, options: Mapping[str, str | int | bool]) -> dict[str, str | int | bool]:
     return {option: options[option] for option in STUDIES[name].options}
 
 

@@ -270,6 +270,10 @@ class Layout:
         """Whether a forward takes several microbatches of a window, or may: ``microbatches`` is not 1."""
         return self.microbatches != 1
 
+    def op_microbatches(self, window: int) -> int:
+        """Microbatches that a forward takes together, of a window of so many: ``microbatches``, or all for 0."""
+        return min(self.microbatches or window, window)
+
     @property
     def shares_tokens(self) -> bool:
         """Whether ranks of tp have different tokens between a layer's products (sequence parallelism)."""

@@ -154,7 +154,7 @@ class MultimodalModel:
         node, projector = self.nodes[name], self.nodes[name].projector
         assert projector
         together = node.module.patches_per_token if node.ends and not projector.pool else 1
-        return {"norm": projector.norm, "together": together, "bias": projector.bias, "stds": projector.stds}
+        return {**projector.layer_settings, "together": together}
 
     def injected_widths(self, edge: Edge) -> tuple[int, int, int]:
         """Input, hidden and output width of an edge's additional projectors (see ``Edge.inject``); hidden is 0 for a
@@ -302,8 +302,7 @@ class MultimodalModel:
             slices.append(ModuleSlice(projector_name(name), parts=parts, tp=tp))
         for edge, incoming in entering.items():
             projector = self.nodes[edge.source].projector or ProjectorConfig()
-            settings = {"norm": projector.norm, "bias": projector.bias, "stds": projector.stds}
-            create = partial(Projector, *self.injected_widths(edge), **settings)
+            create = partial(Projector, *self.injected_widths(edge), **projector.layer_settings)
             parts = tuple(Part(create, injected_name(layer)) for layer in incoming.injected)
             if edge.newline and first:
                 parts += (Part(partial(Newline, self.token_width(edge.source))),)

@@ -82,7 +82,7 @@ class Candidate:
 
     def together(self, module: str) -> int:
         """Microbatches that an op of a module takes together, from `Layout.microbatches`, such as 1; at most `span`."""
-        return min(self.layouts[module].microbatches or self.span, self.span)
+        return self.layouts[module].op_microbatches(self.span)
 
     @property
     def traits(self) -> ScheduleTraits:
@@ -307,29 +307,30 @@ def _on_ranks_of(
         layouts = {name: _filling(work.modules[name], size, samples, node, split=split) for name in names}
         return {name: layout for name, layout in layouts.items() if layout}
 
-    def generators(*, split: bool = False) -> dict[str, Layout]:
-        layouts = filled(work.generators, llm.stage_size, samples, split=split)
-        return {name: replace(layout, rank_offset=last) for name, layout in layouts.items()}
+    def shared(*, split: bool) -> dict[str, Layout]:
+        generators = filled(work.generators, llm.stage_size, samples, split=split)
+        behind = {name: replace(layout, rank_offset=last) for name, layout in generators.items()}
+        return {LLM: llm, **filled(work.encoders, llm.size, samples, split=split), **behind}
 
-    for split in (False, True):
-        yield {LLM: llm, **filled(work.encoders, llm.size, samples, split=split), **generators(split=split)}
+    whole = shared(split=False)
+    yield whole
+    yield shared(split=True)
     if not is_phased:
         return
-    shared = {LLM: llm, **filled(work.encoders, llm.size, samples), **generators()}
     if candidate.span > 1 and work.joins_microbatches:
         sources = [name for name in work.encoders if not work.modules[name].after]
         wide = filled(sources, llm.size, samples * candidate.span)
-        yield shared | {
+        yield whole | {
             name: replace(layout, microbatches=0)
             for name, layout in wide.items()
-            if name not in shared or layout.dp > shared[name].dp
+            if name not in whole or layout.dp > whole[name].dp
         }
     laned = [
         _in_lanes(work, name, llm, candidate.microbatches, most_tp=min(work.modules[name].memory))
         for name in work.encoders
     ]
     for chosen in itertools.product(*laned):
-        yield shared | dict(zip(work.encoders, chosen, strict=True))
+        yield whole | dict(zip(work.encoders, chosen, strict=True))
 
 
 def _filling(

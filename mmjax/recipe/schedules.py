@@ -148,9 +148,8 @@ def op_microbatches(train: TrainConfig, layouts: Mapping[str, Layout]) -> dict[s
 
     ``train`` has the window and the microbatches of a step, which are the most; ``layouts`` are by module.
     """
-    most = min(train.window or train.microbatches, train.microbatches)
-    several = {name: layout.microbatches for name, layout in layouts.items() if layout.takes_several}
-    return {name: min(count or most, most) for name, count in several.items()}
+    window = min(train.window or train.microbatches, train.microbatches)
+    return {name: layout.op_microbatches(window) for name, layout in layouts.items() if layout.takes_several}
 
 
 def _check_lanes(schedule: str, module: str, layout: Layout) -> None:

@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from mmjax.schedule.graph import StageGraph, StageNode
 from mmjax.schedule.interleaved import demand
@@ -24,6 +24,8 @@ from mmjax.schedule.simulate import Costs, Timeline
 from mmjax.schedule.stash import stashing
 from mmjax.schedule.validate import ScheduleError
 
+_InnerOrders = tuple[dict[str, list[Op]], dict[str, int]]
+"""Orders of the ranks of pipelined stages, and by stage the most microbatches in flight."""
 Waits = dict[Op, tuple[Op, ...]]
 
 
@@ -166,20 +168,21 @@ class _Phases:
             raise ScheduleError(
                 f"{self.name}: {laned[0]!r} has lanes, for which only '1f1b' has a place: use it inside"
             )
-        return stashing(self.graph, self.microbatches, costs, self._timeline).schedule
+        make = partial(self._timeline, self._inner_orders(costs))  # copies, whose seconds differ, are the encoders'
+        return stashing(self.graph, self.microbatches, costs, make).schedule
 
-    def _timeline(self, costs: Costs, stash_waits: Mapping[Op, tuple[Op, ...]]) -> Timeline:
+    def _timeline(self, inner: _InnerOrders, costs: Costs, stash_waits: Mapping[Op, tuple[Op, ...]]) -> Timeline:
         waits = self._waits()
         for op, before in stash_waits.items():
             waits[op] = (*waits.get(op, ()), *before)
         if any(node.offload for node in self.encoders):
             at_once = {key: seconds for key, seconds in costs.seconds.items() if key[0] != "reload"}
-            timeline = self._list(replace(costs, seconds=at_once), waits)
+            timeline = self._list(inner, replace(costs, seconds=at_once), waits)
             waits |= dict(self._reloads(timeline, costs))
-        return self._list(costs, waits)
+        return self._list(inner, costs, waits)
 
-    def _list(self, costs: Costs, waits: Waits) -> Timeline:
-        orders, in_flight = self._inner_orders(costs)
+    def _list(self, inner: _InnerOrders, costs: Costs, waits: Waits) -> Timeline:
+        orders, in_flight = dict(inner[0]), dict(inner[1])
         window, inside = len(self.spans[0]), set(in_flight)
         for node in reversed(self.graph.topological):
             if node.name in inside:
@@ -206,7 +209,7 @@ class _Phases:
             waits=waits,
         )
 
-    def _inner_orders(self, costs: Costs) -> tuple[dict[str, list[Op]], dict[str, int]]:
+    def _inner_orders(self, costs: Costs) -> _InnerOrders:
         """Orders of the ranks of pipelined stages, and by stage the most microbatches in flight; empty for 1F1B."""
         if self.inner is None:
             return {}, {}

@@ -42,9 +42,13 @@ class Compared:
 
 
 def orders_of(run: Run, losses: Losses) -> list[Sequence[float]]:
-    """Losses of the runs on one device, of those that have been run, in the run's dtype and with what it trains."""
+    """Losses of the runs on one device in the run's dtype and with what it trains.
+
+    Those that have been run, for as many steps as the one that is compared with.
+    """
     names = [order_name(run.dtype, order, trained=run.trained) for order in range(ORDERS)]
-    return [losses[name] for name in names if name in losses]
+    steps = len(losses.get(run.reference, ()))
+    return [losses[name] for name in names if name in losses and len(losses[name]) == steps]
 
 
 def spread(curves: Sequence[Sequence[float]]) -> float:
@@ -60,6 +64,5 @@ def compared(losses: Losses) -> list[Compared]:
         if run.group == "order" or name not in losses or len(losses[name]) != len(reference):
             continue
         gaps = [abs(a - b) for a, b in zip(losses[name], reference, strict=True)]
-        curves = [curve for curve in orders_of(run, losses) if len(curve) == len(reference)]
-        result.append(Compared(run=run, gaps=gaps, bound=SPREADS * spread(curves)))
+        result.append(Compared(run=run, gaps=gaps, bound=SPREADS * spread(orders_of(run, losses))))
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -113,4 +113,6 @@ def _permutation(order: int, step: int, batch: int) -> tuple[int, ...]:
 def _once(key: Hashable, make: Callable[[], T]) -> T:
     if len(_remembered) >= MOST_REMEMBERED:
         _remembered.clear()
-    return _remembered.setdefault(key, make()) if key not in _remembered else _remembered[key]  # type: ignore[return-value]
+    if key not in _remembered:
+        _remembered[key] = make()
+    return cast("T", _remembered[key])

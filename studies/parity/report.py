@@ -52,8 +52,7 @@ def _spreads(losses: Mapping[str, list[float]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for name, run in RUNS.items():
         if run.name == run.reference and name in losses:
-            curve = losses[name]
-            curves = [other for other in orders_of(run, losses) if len(other) == len(curve)]
+            curve, curves = losses[name], orders_of(run, losses)
             ends, width = f"{curve[0]:.3f} → {curve[-1]:.3f}", spread(curves)
             cells = (_protocol(run), len(curve), len(curves), ends, f"{width:.1e}", f"{SPREADS * width:.1e}")
             yield f"| {' | '.join(map(str, cells))} |"

@@ -10,6 +10,7 @@ that are not here, at assumed rates (`mmjax.compile.rates`); moves between nodes
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -149,10 +150,7 @@ def _rows_by_rank(ranks: tuple[int, ...], dp: int, rows: int) -> dict[int, set[i
 
 
 def _bytes(shape: tuple[int, ...]) -> int:
-    size = jnp.dtype(jnp.bfloat16).itemsize
-    for dimension in shape:
-        size *= dimension
-    return size
+    return math.prod(shape) * jnp.dtype(jnp.bfloat16).itemsize
 
 
 LLM_LAYOUT = Layout(tp=8, pp=2, dp=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mmjax.configurable import configurable, not_negative, one_of, require, setting_name
 from mmjax.models.choices import ACTIVATIONS
@@ -57,6 +57,11 @@ class ProjectorConfig:
     levels: tuple[int, ...] = field(default=(), metadata={"example": (1, 3)})
     newline: bool = False
     most_tiles: int = 0
+
+    @property
+    def layer_settings(self) -> dict[str, Any]:
+        """What every ``Projector`` of the settings has as keyword arguments: "norm", "bias" and "stds"."""
+        return {"norm": self.norm, "bias": self.bias, "stds": self.stds}
 
     def __post_init__(self) -> None:
         one_of("Projector.kind", self.kind, KINDS)
