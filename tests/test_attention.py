@@ -133,6 +133,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "BLOCK", 16)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases())
@@ -164,6 +165,7 @@ def test_a_pair_of_blocks_is_skipped_only_where_the_mask_hides_all_of_it(case: A
         assert (found == some).all()
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.integers(0, 99))
 def test_pairs_of_a_mask_are_counted(case: Any, among: int) -> None:
@@ -222,6 +224,7 @@ def test_a_hidden_token_changes_nothing() -> None:
         assert not np.asarray(other)[:, :20].any() and not np.asarray(other)[:, 40:].any()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases(), st.integers(0, TOKENS - 1))

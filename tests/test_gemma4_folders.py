@@ -88,6 +88,7 @@ def packed(kind: str) -> Any:
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @ALL
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str) -> None:
     of, batch = oracle(kind), packed(kind)
@@ -99,6 +100,7 @@ def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str
     assert_packed_texts(of, batch, tokens, 1, bound=BOUNDS[kind])
 
 
+@pytest.mark.long
 @ALL
 def test_the_dense_reference_is_transformers_too(kind: str) -> None:
     of = oracle(kind)

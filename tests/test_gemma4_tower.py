@@ -146,6 +146,7 @@ def assert_gradients(got: Mapping[str, Any], kind: str) -> None:
     assert not any(np.abs(got[name]).any() for name in fixed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "tp"),
     [
@@ -160,6 +161,7 @@ def test_packed_images_have_the_tokens_and_gradients_of_torch(kind: str, tp: int
     assert_gradients(gradients, kind)
 
 
+@pytest.mark.long
 @ALL
 def test_the_dense_reference_has_them_too(kind: str) -> None:
     of = oracle(kind)

@@ -92,6 +92,7 @@ def packed(kind: str) -> Any:
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tp"), [("gemma3", 1), ("paligemma2", 2)])
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     of = oracle(kind)

@@ -240,6 +240,7 @@ LATE = ("jinja2", "safetensors", "soundfile", "tokenizers")
 """Packages that machines which read no folders and no recordings lack."""
 
 
+@pytest.mark.long
 def test_packages_for_folders_and_recordings_are_imported_late() -> None:
     early = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"

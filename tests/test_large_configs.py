@@ -103,7 +103,10 @@ def test_layouts_and_schedules(name: str) -> None:
     assert (recipe.train.microbatches, recipe.train.schedule) == RUNS[name][:2]
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name.startswith("mllm") else []) for name in PARAMETERS],
+)
 def test_models_have_the_published_sizes(name: str) -> None:
     recipe = load(name)
     counted = parameter_count(build_model(recipe, tokenizer_of(recipe.data.settings, recipe.model.media)))

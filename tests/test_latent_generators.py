@@ -74,6 +74,7 @@ def test_samples_are_drawn_of_latents(folders: Any) -> None:
     assert any(np.abs(first[caption] - second[caption]).max() > 1e-3 for caption in first.keys() & second.keys())
 
 
+@pytest.mark.long
 def test_a_step_equals_the_dense_reference(folders: Any) -> None:
     recipe = load(folders(), "Train.clip_norm=0.0", "Train.eval_samples=0")
     _, loss, _, wanted = step_beside_the_reference(recipe)

@@ -61,6 +61,7 @@ def config_of(data: Path, kind: str, *more: str) -> Recipe:
     return load_config([FILE], [*bindings(data, kind), *SMALL, *more])
 
 
+@pytest.mark.long
 def test_a_folder_is_read_as_the_run_reads_its_source(data: Path) -> None:
     """Template, system prompt, size and normalisation are the run's, and so is whatever the model is given."""
     own = ("template='vicuna'", "system='Be brief.'", "resize='fixed'", "size=(16, 32)", "mean=(0.3,)", "std=(0.4,)")

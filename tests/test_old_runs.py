@@ -47,6 +47,7 @@ def test_every_setting_is_read_as_it_was_written(run_dir: Path) -> None:
     assert differences((run_dir / "config.gin").read_text(), operative_config(load_run_config(run_dir))) == {}
 
 
+@pytest.mark.long
 def test_an_old_run_goes_on_as_it_would_have(version: Path, run_dir: Path, tmp_path: Path) -> None:
     recipe = load_run_config(run_dir)
     with Trainer(recipe, run_dir, style="silent") as trainer:

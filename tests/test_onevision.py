@@ -108,6 +108,7 @@ def picture_tokens(begun: Begun, own: Sample) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.long
 def test_the_reference_gives_the_features_and_logits_of_transformers(
     values: dict[str, np.ndarray], begun: Begun
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_reference_gives_the_features_and_logits_of_transformers(
         assert np.abs(said).max() < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(LAYOUTS)]
 )

@@ -71,6 +71,7 @@ OLDER = pytest.mark.parametrize("kind", KINDS[:2])
 # ---- what transformers computes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tp"), but_long(*zip(KINDS, (1, 2, 2, 1, 2, 1), strict=True)))
 def test_packed_images_have_their_tokens_and_packed_texts_their_values(kind: str, tp: int) -> None:
     """Images of five sizes, most of them cut by windows at their edges; texts with four, one and none of them."""
@@ -101,6 +102,7 @@ def assert_inner_features(of: Oracle, levels: np.ndarray, number: int) -> None:
         assert apart(features, of.values[f"deep_{number}_{place}"]) < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", but_long(*((kind,) for kind in KINDS)))
 def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
     of = oracle(kind)
@@ -118,6 +120,7 @@ def test_positions_may_be_large_and_of_three_axes(kind: str) -> None:
     assert apart(found, of.values["far_logits"]) < (2e-5 if kind in KINDS[:2] else 1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [KINDS[1], KINDS[3], *(pytest.param(KINDS[n], marks=pytest.mark.long) for n in (0, 2, 4, 5))]
 )

@@ -321,6 +321,7 @@ def test_the_weight_of_the_first_token_does_not_count() -> None:
     assert float(reference.loss_sum(leaves, MODEL, heavier)) == float(reference.loss_sum(leaves, MODEL, TEXT))
 
 
+@pytest.mark.long
 def test_placeholder_embeddings_get_no_gradient_and_may_lie_outside_the_vocabulary() -> None:
     leaves = random_leaves(MODEL)
     with jax.enable_x64(True):

@@ -77,6 +77,7 @@ def test_a_row_has_the_pictures_before_it(config: Path, folder: Any) -> None:
     assert "painter" not in open_source(load(config, folder()[0], *SIZES), split="test").sample(0).references
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["pixels", pytest.param("latents", marks=pytest.mark.long)])
 def test_a_step_equals_the_dense_reference(kind: str, config: Path, folder: Any) -> None:
     """Loss and gradients of edits, some of whose instructions are dropped, in rows of several sizes."""

@@ -26,6 +26,7 @@ def test_mllm_72b_has_legal_plans_and_whole_stages() -> None:
     assert rows["step, analytic"].value == plan.objective
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("devices", "batch", "any_pp"),
     [
@@ -43,6 +44,7 @@ def test_plans_are_at_the_bound_where_the_plain_relaxation_is_far_below(devices:
     assert closer.target is not None and 0 <= closer.value < 0.01
 
 
+@pytest.mark.long
 def test_all_modes_of_mllm_72b_are_simulated() -> None:
     work = bench.work_72b(240)
     for name, costs in bench.mllm_72b(112, 240).modules.items():
@@ -61,6 +63,7 @@ def test_all_modes_of_mllm_72b_are_simulated() -> None:
     assert steps[0].value > best_plan(bench.mllm_72b(112, 240)).objective
 
 
+@pytest.mark.long
 def test_an_encoder_on_cheaper_devices_beside_leaves_the_others_to_the_llm() -> None:
     took, both, alone = bench.kinds_rows(0)
     assert took.unit == "ms" and "on h100 and l20, simulated" in both.case and "on h100, simulated" in alone.case

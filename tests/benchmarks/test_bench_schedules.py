@@ -19,6 +19,7 @@ def test_every_schedule_and_baseline_is_there():
     assert [workload.name for workload in bench.WORKLOADS] == ["balanced", "frozen encoders", "uneven encoders"]
 
 
+@pytest.mark.long
 def test_steps_are_simulated_on_the_same_ranks_and_none_beats_its_work():
     spans: dict[str, dict[str, float]] = {}
     for workload in bench.WORKLOADS:
@@ -38,6 +39,7 @@ def test_steps_are_simulated_on_the_same_ranks_and_none_beats_its_work():
         assert max(found, key=found.__getitem__) == "encoders replicated"
 
 
+@pytest.mark.long
 def test_rows_table_and_picture(tmp_path):
     found = []
     for workload in bench.WORKLOADS:

@@ -61,6 +61,7 @@ def programs(compiler: Compiler) -> Programs:
     return Programs(recipe_of(), HERE, compiler=compiler)
 
 
+@pytest.mark.long
 def test_equal_programs_are_compiled_once(programs: Programs) -> None:
     distinct = programs.distinct()
     assert programs.compiler.compiled <= len(distinct) < len(programs.names)
@@ -83,6 +84,7 @@ def test_a_step_has_all_of_its_ops(programs: Programs) -> None:
     assert all(timeline.span(op)[1] > timeline.span(op)[0] for op in updates)
 
 
+@pytest.mark.long
 def test_model_flops_of_stages_are_the_models(programs: Programs) -> None:
     """Rows of one segment and full width: the stages' FLOPs add up to those of the formula."""
     model, shapes = programs.assembly.placed.model, next(iter(programs.assembly.shapes.values()))
@@ -98,6 +100,7 @@ def test_model_flops_of_stages_are_the_models(programs: Programs) -> None:
     assert 0 < step.flops.causal < step.flops.full
 
 
+@pytest.mark.long
 def test_the_fullest_device_and_what_takes_most(programs: Programs) -> None:
     figures = step_figures(programs, step := Step(programs))
     memory = figures["memory"]
@@ -124,6 +127,7 @@ def test_a_step_of_one_program(compiler: Compiler) -> None:
     assert compiled.model_flops.causal >= step.flops.causal  # rows are padded
 
 
+@pytest.mark.long
 def test_a_second_run_finds_the_programs(programs: Programs, tmp_path: Path) -> None:
     use = next(use for use in programs.uses if use.kind == "reduce")
     first = Compiler(HERE, tmp_path)

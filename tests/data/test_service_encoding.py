@@ -320,6 +320,7 @@ SHAPES = st.tuples(st.integers(1, 9), st.sampled_from([4, 16, 36, 64, 72, 120]))
 BUCKETS = st.lists(SHAPES, min_size=1, max_size=4, unique=True).map(tuple)
 
 
+@pytest.mark.long
 @given(
     vision=BUCKETS,
     drawn=BUCKETS,

@@ -18,6 +18,7 @@ SIZES = ((50, 83), (39, 12), (60, 60), (300, 9))
 GRIDS = ((1, 1), (2, 3), (3, 3), (1, 6))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tile", "most"), [((4, 4), 0), ((3, 5), 2)])
 def test_places_are_those_of_the_picture(tile: tuple[int, int], most: int) -> None:
     spec, rng, resized = EncoderSpec(patch=7, newline=True, most_tiles=most), np.random.default_rng(0), 0

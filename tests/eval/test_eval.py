@@ -158,6 +158,7 @@ def test_drawings_are_scored_where_the_task_reads_them() -> None:
 # ---- held-out samples
 
 
+@pytest.mark.long
 def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={babbling_run}", "--json", f"--out={tmp_path}"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -183,6 +184,7 @@ def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.Cap
         assert min(picture.size) > 200
 
 
+@pytest.mark.long
 def test_finds_what_training_found(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={tiny_run}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"samples": 6, **read_metrics(tiny_run / "eval.jsonl")[-1]}
@@ -225,6 +227,7 @@ def test_what_was_made_for_training_under_another_layout_does_not_matter(tiny_ru
     assert as_evaluated(kept) == kept == as_evaluated(load_run_config(tiny_run, [], [given, reorder]))
 
 
+@pytest.mark.long
 def test_only_parameters_are_read(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     load = evaluation.load_parameters

@@ -23,6 +23,7 @@ from mmjax.reference import loss_sums
 DDPM = ("painter/DiT.process='ddpm'", "painter/DiT.prediction='v'", "painter/DiT.sampler='dpm++'")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [(*DDPM, "painter/DiT.train_steps=40", "painter/DiT.min_snr=5.0"), pytest.param((), marks=pytest.mark.long)],

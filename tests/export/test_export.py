@@ -55,6 +55,7 @@ def test_an_earlier_step(tiny_run: Path, tmp_path: Path) -> None:
     assert_same_leaves(flatten(ocp.load(str(tmp_path / "out"))), stored)
 
 
+@pytest.mark.long
 def test_builds_no_model(tiny_run: Path, tmp_path: Path) -> None:
     """A process that exports needs one host device, whatever the run's layouts, and traces nothing of the model."""
     script = (

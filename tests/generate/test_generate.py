@@ -101,6 +101,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.long] if number else []) for number, name in enumerate(LAYOUTS)]
 )
@@ -123,7 +124,7 @@ WHOLES = {
 """Whole models, and the folders of their processors."""
 
 
-SHORT = [("llava_onevision", "one device"), ("qwen2_5_vl", "dp, tp and pp")]
+SHORT = [("llava_onevision", "one device")]
 """Cases of `make test`."""
 
 
@@ -231,6 +232,7 @@ def test_delta_layers_say_the_same_under_layouts(
     require_words("qwen3_5_text", tmp_path, capsys, *SPREAD[layout], *IN_ORDER.get(layout, ()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALONE)
 def test_a_language_model_alone_says_what_it_says_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

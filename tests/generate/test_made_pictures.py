@@ -47,6 +47,7 @@ def drawn(capsys: pytest.CaptureFixture[str], *flags: str) -> list[list[np.ndarr
     return [[np.asarray(Image.open(path)) for path in answer["pictures"]] for answer in answers]
 
 
+@pytest.mark.long
 def test_pictures_are_the_references_under_layouts(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

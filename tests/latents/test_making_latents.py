@@ -194,6 +194,7 @@ def test_check_finds_what_is_wrong(pictures: Path, tmp_path: Path, capsys: pytes
     assert "no safetensors file" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_each_autoencoder_and_size_has_a_folder(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

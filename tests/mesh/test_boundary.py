@@ -112,6 +112,7 @@ COPIED = (
     (Side(2, copies=2), Side(1, 2, at=2)),  # an encoder in each stage of the LLM, to the LLM's second stage
     (Side(2, copies=2), Side(2, 2, at=4)),  # equal dp and widths, but neighbours do not hold the same rows
 )
+LONG_WAYS = (("device_put", "sliced"), ("collective", "leader"))
 SAMPLE = (
     (Side(8), Side(4, 2)),
     (Side(3, 2), Side(2, 3)),
@@ -161,7 +162,14 @@ def test_colocated_both_ways(source, target, transport, route):
     check_both_ways(source, target, transport, route)
 
 
-@pytest.mark.parametrize(("source", "target", "transport", "route"), ways(*DISJOINT, *OVERLAPPING, *COPIED))
+# Each pair by both transports and both routes, but not in all combinations in `make test`.
+CROSSED = [
+    pytest.param(*way.values, id=way.id, marks=pytest.mark.long if way.values[2:] in LONG_WAYS else ())
+    for way in ways(*DISJOINT, *OVERLAPPING, *COPIED)
+]
+
+
+@pytest.mark.parametrize(("source", "target", "transport", "route"), CROSSED)
 def test_between_devices_both_ways(source, target, transport, route):
     check_both_ways(source, target, transport, route)
 
@@ -580,11 +588,9 @@ def test_rows_that_do_not_divide_are_refused(transport):
 # ---- inside a step ---------------------------------------------------------------------------------------------------
 
 
-# Programs of degrees that do not divide take seconds to compile: one such pair is enough for `make test`.
+# Programs of degrees that do not divide take seconds to compile.
 TRACED = [
-    pytest.param(
-        *way.values, id=way.id, marks=pytest.mark.long if re.match("dp3tp2|dp2tp3.*sliced", str(way.id)) else ()
-    )
+    pytest.param(*way.values, id=way.id, marks=pytest.mark.long if re.match("dp3tp2|dp2tp3", str(way.id)) else ())
     for way in ways(*COLOCATED)
 ]
 
@@ -639,6 +645,7 @@ def _head(submesh: Submesh) -> Spmd:
     return Spmd(body, submesh.mesh, (rows, columns, rows), PartitionSpec())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target", "transport", "route"),
     [

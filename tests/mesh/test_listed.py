@@ -110,8 +110,15 @@ def assert_has_parts(x: jax.Array, side: Side, dense: np.ndarray) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("route", ["leader", "sliced"])
-@pytest.mark.parametrize("transport", ["device_put", "collective"])
+@pytest.mark.parametrize(
+    ("transport", "route"),
+    [
+        ("device_put", "leader"),
+        ("collective", "sliced"),
+        pytest.param("device_put", "sliced", marks=pytest.mark.long),
+        pytest.param("collective", "leader", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(("source", "target"), [pytest.param(*pair, id=f"{pair[0]}->{pair[1]}") for pair in PAIRS])
 def test_between_devices_both_ways(source, target, transport, route):
     check(source, target, transport, route)

@@ -151,6 +151,7 @@ def test_gradients_reach_every_module_that_feeds_another() -> None:
         np.testing.assert_allclose((ahead - back) / (2 * step), square, rtol=2e-2)
 
 
+@pytest.mark.long
 def test_tokens_of_two_modules_meet_in_one_row() -> None:
     """What the encoder sees and the LLM says both change the drawing, each at its own places."""
     inputs, one = rows(np.random.default_rng(1)), whole({})
@@ -203,6 +204,7 @@ class Alternating(VisionTransformer):
         return tuple(replace(group, layers=layers) for layers in (1, self.config.layers - 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_groups_of_layers_are_cut_anywhere(pp: int) -> None:
     """Equal layers in two groups, stacked or not, are the layers in one: names, initial values, output."""
@@ -254,6 +256,7 @@ def with_callbacks(made: Callable[[str, Any], Callback]) -> MultimodalModel:
     return replace(WEB, nodes=nodes)
 
 
+@pytest.mark.long
 def test_callbacks_stand_between_the_parts_of_a_module() -> None:
     """Each is called once, however the module is cut; with callbacks that change nothing the losses are bitwise so."""
     called: list[tuple[str, str, tuple[int, ...]]] = []

@@ -76,6 +76,7 @@ def alone(c: WhisperConfig, frames: np.ndarray) -> np.ndarray:
     return np.asarray(encoders.encoder_layers(named, "audio", c, x + table.astype(np.float32))[0])
 
 
+@pytest.mark.long
 @POSITIONS
 def test_packed_recordings_are_each_the_recording_alone(positions: str) -> None:
     c, x = replace(CONFIG, positions=positions), patches()

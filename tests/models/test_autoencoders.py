@@ -61,6 +61,7 @@ def test_latents_and_pictures_are_those_of_diffusers(kind: str, size: str) -> No
     require_equal(autoencoder.decode(sample), oracles[f"{size}/decoded"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", oracle.WITH_GRADIENTS)
 def test_gradients_are_those_of_diffusers(kind: str) -> None:
     """In fp64: in fp32 processors round gradients of pictures by more than the tolerance."""
@@ -107,6 +108,7 @@ def test_a_folder_is_written_as_it_was_read(kind: str, tmp_path: Path) -> None:
         assert tensor.tobytes() == ours[key].tobytes(), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "kl_shifted" else pytest.mark.long) for kind in oracle.KINDS]
 )
@@ -142,6 +144,7 @@ def test_older_names_of_attention_are_read_and_kept(tmp_path: Path) -> None:
     assert renamed.keys() != tensors.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", oracle.KINDS)
 def test_tiles_equal_whole_pictures(kind: str) -> None:
     """Tiles of 8 pixels, of pictures whose sides are no multiples of it; a norm of each tile alone would differ."""
@@ -158,6 +161,7 @@ def test_tiles_equal_whole_pictures(kind: str) -> None:
     assert np.abs(alone - theirs.mean[:, :2, :2]).max() > 100 * TOLERANCE * np.abs(theirs.mean).max()
 
 
+@pytest.mark.long
 def test_attention_row_by_row_equals_attention_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     autoencoder = read("kl")[0]
     c, picture = autoencoder.config, inputs("kl", "wide")["picture"]

@@ -124,6 +124,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(sizes: tuple[int, ...]
     require_recurrence(*drawn(*sizes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 8))])
 def test_ranks_have_the_states_of_those_before(ranks: int) -> None:
     """A sample may lie on all ranks, and a rank may have padding alone."""
@@ -151,6 +152,7 @@ def test_other_samples_change_no_bit(ranks: int) -> None:
         assert (one[~is_kept] != two[~is_kept]).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_packed_sample_is_what_it_is_alone(number: int) -> None:
     heads, segments, d_out = drawn(1, 144, 1, 2, 6, 5)
@@ -162,6 +164,7 @@ def test_a_packed_sample_is_what_it_is_alone(number: int) -> None:
         assert apart(one[:, place], two) < 1e-5
 
 
+@pytest.mark.long
 def test_a_state_goes_on() -> None:
     """In parts of a row, and with a row that has ended: as tokens are generated."""
     heads, _, d_out = drawn(2, 20, 2, 1, 4, 4)
@@ -226,6 +229,7 @@ def products(jaxpr: Any) -> int:
     return total
 
 
+@pytest.mark.long
 def test_a_convolution_reads_no_other_sample() -> None:
     """Values and gradients of a packed row are those of its samples alone, and of shifts by hand."""
     rng = np.random.default_rng(0)

@@ -53,6 +53,7 @@ def test_every_leaf_starts_as_it_always_did(pp: int) -> None:
     assert initial_norms(pp) == pytest.approx(kept, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unroll", [False, True])
 def test_layers_of_one_stack_start_as_layers_that_are_created_alone(unroll: bool) -> None:
     """The programs round differently, in the last bit."""
@@ -67,6 +68,7 @@ def test_layers_of_one_stack_start_as_layers_that_are_created_alone(unroll: bool
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
 def test_a_projector_starts_with_its_standard_deviations(kind: str) -> None:
     stds = (0.02, 0.3)[: 2 if kind == "mlp" else 1]

@@ -190,6 +190,7 @@ def test_cross_entropy_of_a_split_and_padded_vocabulary(tp: int) -> None:
     assert not np.asarray(got[1])[:, VOCAB:].any()
 
 
+@pytest.mark.long
 def test_cross_entropy_of_large_logits_is_finite() -> None:
     logits = jnp.array([[[3e4, -3e4, 0.0, 0.0]]])
     got = on_tp(2, lambda z: vocabulary.cross_entropy(z, jnp.array([[1]]), AXES), logits, specs=(P(None, None, "tp"),))

@@ -132,15 +132,13 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got[..., : want.shape[-1]] - want).max() / np.abs(want).max())
 
 
-CASES = [(family, 1) for family in FAMILIES] + [
-    ("qwen2", 2),
-    ("deepseek_v3", 2),
-    ("qwen3_5_text", 2),
-    ("olmo2", 2),
-]
+LARGE = ("deepseek_v2", "qwen3_5_moe_text", "qwen3_5_text", "gemma4_moe", "gemma4_per_layer")
+"""Families whose programs take longest to compile; smaller ones have each of their layers but the delta layers."""
+CASES = [pytest.param(family, 1, marks=[pytest.mark.long] if family in LARGE else []) for family in FAMILIES]
+CASES += [("qwen2", 2), ("deepseek_v3", 2), ("olmo2", 2)]
 CASES += [
     pytest.param(family, 2, marks=pytest.mark.long)
-    for family in ("qwen3", "gemma2", "phi3", "deepseek_v2_lite", "gemma3_text", "olmo3", *GEMMA4)
+    for family in ("qwen3_5_text", "qwen3", "gemma2", "phi3", "deepseek_v2_lite", "gemma3_text", "olmo3", *GEMMA4)
 ]
 
 
@@ -162,6 +160,7 @@ def test_the_dense_reference_is_transformers_too(family: str) -> None:
     assert apart(np.asarray(got), of.sequences("logits")[-1]) < BOUNDS.get(family, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [
@@ -210,6 +209,7 @@ def test_gradients_and_router_losses_are_those_of_transformers(family: str) -> N
     assert not theirs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [

@@ -192,6 +192,7 @@ def test_gradients_of_parameters_are_those_of_diffusers() -> None:
         assert_close(gradients[name], gradient)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sp", [False, True])
 def test_ranks_of_tp_predict_the_same(*, sp: bool) -> None:
     """With sequence parallelism ranks share the places of condition and picture, and each has the time's."""
@@ -242,6 +243,7 @@ def test_a_folder_is_read_and_written_bit_for_bit() -> None:
     assert written == {key: value for key, value in folder().config.items() if key != "_diffusers_version"}
 
 
+@pytest.mark.long
 def test_the_published_size_has_the_published_parameters() -> None:
     """The folder of Qwen-Image has 20,430,401,088 parameters, by the shapes of diffusers' model."""
     c = MMDiTConfig(**cast(dict[str, Any], preset_values(MMDiTConfig, "qwen-image")))

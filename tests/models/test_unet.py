@@ -120,6 +120,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_a_picture_on_a_canvas_gets_what_it_gets_alone() -> None:
     given = pictures(TINY, SIZES)
     for one, on_canvas in zip(given, predicted(TINY, given, (8, 12)), strict=True):

@@ -201,6 +201,7 @@ def test_other_configurations_are_refused_by_name(key: str, value: object) -> No
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_presets_are_published_models() -> None:
     c = from_preset(UNetConfig, "sd-2.1")
     theirs = settings({"_class_name": "UNet2DConditionModel", **SD21})

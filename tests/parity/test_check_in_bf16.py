@@ -66,6 +66,7 @@ def test_no_sum_of_a_backward_is_in_bf16(stages: dict[str, StageFunctions]) -> N
     assert not found
 
 
+@pytest.mark.long
 def test_neither_fp32_logits_nor_fp32_features_nor_choices_for_each_feature_are_kept(
     stages: dict[str, StageFunctions],
 ) -> None:

@@ -69,6 +69,7 @@ LAYOUTS: dict[str, Changes] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -96,6 +96,7 @@ LONG |= {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -5,6 +5,7 @@ Recordings end inside of patches. Layouts are written "tp,pp,dp", "LLM | vision 
 
 from __future__ import annotations
 
+import pytest
 from test_layouts import Changes, assert_equal
 from tiny import HAND, cases, sounding
 
@@ -49,6 +50,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @cases(LAYOUTS, "sounding 2,2,1 | 1,1,1 | 2,1,1")
 def test_sounding(changes: Changes) -> None:
     assert_equal(changes)

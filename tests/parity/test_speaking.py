@@ -30,6 +30,7 @@ SPEAKING = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -84,6 +84,7 @@ SLOW = ("phases on ranks of their own", "a frozen encoder's reload")
 EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 
 
+@pytest.mark.long
 @EACH
 def test_an_op_starts_when_what_it_awaits_has_ended(name: str) -> None:
     graph, schedule, window, offload = CASES[name]
@@ -240,6 +241,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return graph_toy.schedule_of(made, draw(st.integers(1, 6)), name, window)
 
 
+@pytest.mark.long
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(schedule=schedules(), data=st.data())
 def test_any_order_of_ends_keeps_orders_and_loses_nothing(schedule: Schedule, data: st.DataObject) -> None:

@@ -56,10 +56,10 @@ def over(case: Case, way: str, tokens: str = "lpt") -> Case:
 
 
 FAST = {
-    "2→2, ring, three phases": over(THREE_PHASES, "ring"),
     "1→2, need": over(LLM, "need", "contiguous"),
 }
 LONG = {
+    "2→2, ring, three phases": over(THREE_PHASES, "ring"),
     "2→2, three phases": THREE_PHASES,
     "2→4, ring": over(Case(vision=Layout(cp=2, dp=2), llm=Layout(cp=4)), "ring"),
     "2→1": VISION,

@@ -36,6 +36,7 @@ def assert_same(got: Leaves, want: Leaves) -> None:
 # ---- buffers in flight -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_microbatches_in_flight_are_the_distance_to_the_sink_plus_one(schedule: str) -> None:
     session = Session(replace(FAN_IN, schedule=schedule)).start()

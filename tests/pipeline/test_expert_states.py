@@ -27,6 +27,7 @@ def leaves(state: StageState) -> list[ZeroLeaf]:
     return jax.tree.leaves(state.zero["llm"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_what_a_reduction_copies_is_shared_by_the_ranks_that_are_left(ep: int) -> None:
     state = state_of(f"llm/Layout.ep={ep}")

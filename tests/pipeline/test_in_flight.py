@@ -137,6 +137,7 @@ def test_what_is_in_flight_is_what_is_promised(schedule: str, window: int) -> No
     assert most["audio.0"] > 1, "the frozen encoder is never ahead"
 
 
+@pytest.mark.long
 def test_a_split_backward_is_in_flight_until_its_w() -> None:
     """Every stage of a module may hold as many as 1F1B lets its first."""
     assert assert_as_promised(scheduled("chain", "zb-h1")) == {"vision.0": 3, "llm.0": 2, "llm.1": 2}

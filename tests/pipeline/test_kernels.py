@@ -46,6 +46,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_training_equals_the_dense_reference(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = parity.expected(case)

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_dense_reference(case: Case) -> None:
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
@@ -112,6 +113,7 @@ def test_a_lane_has_the_parameters_once_and_only_while_it_needs_them() -> None:
     assert counted == measured == one
 
 
+@pytest.mark.long
 def test_memory_of_pulled_parameters() -> None:
     """Shards and published shards, and one whole copy; sums are whole, masters are those of ZeRO."""
     case = replace(PULLED, dtype="bfloat16")

@@ -50,8 +50,9 @@ def promise(session: Session) -> ScheduleReport:
     return validate(session.schedule, residual_bytes(session.placed, shapes_of(session)))
 
 
-FAST = {"NC": NON_COLOCATED, "frozen encoder": FROZEN_ENCODER}
+FAST = {"NC": NON_COLOCATED}
 SLOW = {
+    "frozen encoder": FROZEN_ENCODER,
     "NC, gpipe": replace(NON_COLOCATED, schedule="gpipe"),
     "frozen encoder, gpipe": replace(FROZEN_ENCODER, schedule="gpipe"),
     "frozen llm": FROZEN_LLM,
@@ -131,6 +132,7 @@ def test_memory_by_stage_by_hand() -> None:
     assert memory["llm.0"].residuals == 2 * shard_bytes(session.placed.trace(shapes[0]).stages["llm.0"].residual_avals)
 
 
+@pytest.mark.long
 def test_a_borrowed_weight_is_a_parameter_of_its_borrower() -> None:
     session, plain = Session(TIED), Session(NON_COLOCATED)
     tied, untied = (memory_by_stage(s.placed, s.schedule, shapes_of(s))["llm.1"] for s in (session, plain))
@@ -150,6 +152,7 @@ def test_nothing_is_left_when_a_step_has_been_counted(case: Case) -> None:
     assert all(size >= 0 for size in peaks.values())
 
 
+@pytest.mark.long
 def test_the_most_loaded_rank_adds_up_its_stages() -> None:
     session = Session(HOMOGENEOUS)
     shapes = shapes_of(session)

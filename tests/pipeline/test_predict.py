@@ -201,6 +201,7 @@ def test_a_cache_gives_what_whole_rows_give(name: str, monkeypatch: pytest.Monke
     assert sum(len({*said.tokens}) for said in itertools.chain(*cached)) > 4, "they repeat one token"
 
 
+@pytest.mark.long
 def test_a_mask_that_shows_later_tokens_writes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = "text sees all before; media sees all everywhere"
     monkeypatch.setitem(parity.MODELS, "plain", parity.model_with(llm={"mask": rules}))
@@ -255,6 +256,7 @@ def test_drawings_are_the_references(case: Case) -> None:
     assert made.generate(batch, starts, 1, ())  # tokens and drawings in turn
 
 
+@pytest.mark.long
 def test_parameters_are_those_loaded_last() -> None:
     samples = prompts()
     made, batch, starts, states = predictor(CASES["colocated"], samples)
@@ -269,6 +271,7 @@ def test_parameters_are_those_loaded_last() -> None:
     assert first == [tokens[0] for tokens in expected(samples, -1)]
 
 
+@pytest.mark.long
 def test_another_number_of_microbatches_is_refused() -> None:
     case, samples = CASES["colocated"], prompts()
     made, batch, starts, _ = predictor(case, samples)
@@ -276,6 +279,7 @@ def test_another_number_of_microbatches_is_refused() -> None:
         made.generate(batch * 2, starts * 2, LIMIT, ())
 
 
+@pytest.mark.long
 def test_tokens_by_lists_are_refused() -> None:
     """Prompts have whole rows: what points through lists would read other tokens."""
     case, samples = Case(vision=Layout(dp=2, rank_offset=4), llm=Layout(cp=2), microbatches=1), prompts()

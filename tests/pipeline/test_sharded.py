@@ -77,7 +77,7 @@ FAST = {
     "parameters, generator": DRAWING,
     "parameters, adapters of frozen modules": ADAPTED,
 }
-SHORT = ("parameters", "gradients")
+SHORT = ("gradients",)
 """Of the fast cases, those of `make test`."""
 SLOW = {
     "parameters, remat none": APART,
@@ -186,6 +186,7 @@ def test_frozen_modules_in_bf16_train_adapters_as_whole_ones_do() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("case", [APART, SUMS], ids=["parameters", "gradients"])
 def test_no_residual_is_made_of_gathered_weights(case: Case, remat: str) -> None:
@@ -196,6 +197,7 @@ def test_no_residual_is_made_of_gathered_weights(case: Case, remat: str) -> None
     assert not any(made.values())
 
 
+@pytest.mark.long
 def test_bytes_of_sharded_states() -> None:
     """Compute parameters and sums of a device, in bf16: matrices in shards, vectors whole."""
     counts = {}

@@ -100,6 +100,7 @@ def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, t
             yield from equations(inner, (*inside, eqn.primitive.name))
 
 
+@pytest.mark.long
 def test_a_pipeline_is_one_shard_map_and_no_branch_waits_for_another(traced: Any) -> None:
     executor, jaxpr = traced
     found = list(equations(jaxpr))
@@ -151,6 +152,7 @@ def test_registers_hold_the_microbatches_that_the_schedule_promises(traced: Any)
         assert held[tuple(shape), dtype] >= count or len(shape) < 3
 
 
+@pytest.mark.long
 def test_ops_that_one_program_does_not_have_are_named() -> None:
     executor = run_of(SingleExecutor, ALL_IN_LANES)
     first = next(op for op in executor.schedule.ops if op.kind == "F")

@@ -59,6 +59,7 @@ def test_taps_are_named_and_cannot_be_changed() -> None:
         _Tap(use, (), True, 0, 1)  # pyright: ignore[reportCallIssue]
 
 
+@pytest.mark.long
 def test_w_computes_the_gradients_of_convolutions() -> None:
     """All kernels of a UNet are tapped, and all weights of its products; norms and biases are not."""
     case = Case(model="drawing, unet", schedule="zb-h1")
@@ -78,7 +79,8 @@ def test_w_computes_the_gradients_of_convolutions() -> None:
 
 # ---- values and FLOPs ------------------------------------------------------------------------------------------------
 
-FAST = {("llm.1", "dots", True, "float32", ()), ("vision.0", "full", False, "float32", ("vision",))}
+FAST = {("vision.0", "full", False, "float32", ("vision",))}
+LONG = {("llm.1", "dots", True, "float32", ())}
 SLOW = {
     *itertools.product(("vision.0", "llm.0", "llm.1"), ("none", "dots", "full"), (False,), ("float32",), ((),)),
     *itertools.product(("vision.0", "llm.0", "llm.1"), ("none", "full"), (True,), ("bfloat16",), ((),)),
@@ -87,6 +89,7 @@ SLOW = {
 }
 CASES = [
     *(pytest.param(*case, id=" ".join(map(str, case))) for case in sorted(FAST)),
+    *(pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.long) for case in sorted(LONG)),
     *(pytest.param(*case, id=" ".join(map(str, case)), marks=pytest.mark.slow) for case in sorted(SLOW)),
 ]
 
@@ -165,6 +168,7 @@ def rounded(weight: jax.Array) -> jax.Array:
     return weight.astype(jnp.bfloat16).astype(weight.dtype)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "stage", [pytest.param("vision.0", marks=pytest.mark.long), pytest.param("llm.0", marks=pytest.mark.long), "llm.1"]
@@ -251,6 +255,7 @@ LAYER = {f"llm/layers/attn/{n}" for n in "qkvo"} | {f"llm/layers/mlp/{n}" for n 
 PROJECTOR = {"vision_projector/up", "vision_projector/down"}
 
 
+@pytest.mark.long
 def test_what_one_product_reads_is_left_to_w() -> None:
     apart = {"vision": BOTH, "llm": replace(BOTH, pp=2)}
     vision = VISION | PROJECTOR | {"vision/patch/kernel"}
@@ -294,6 +299,7 @@ def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(
     assert held["vision.0"] == patches * (vit.layers * block + parity.PATCH**2 / tp + v + projector)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_until_b_no_more_is_kept_than_before(remat: str) -> None:
     placed = place(wide(remat))
@@ -307,6 +313,7 @@ def test_until_b_no_more_is_kept_than_before(remat: str) -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.long), "1f1b"])
 def test_what_lives_is_what_validate_promises(schedule: str) -> None:
     """To the byte, with W right after B and as late as can be."""

@@ -87,6 +87,7 @@ def size(kept: list[Any]) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in kept)
 
 
+@pytest.mark.long
 def test_a_stage_is_traced_once_forward_and_once_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many programs are made of it; most of a start's time is tracing."""
     done: Counter[str] = Counter()
@@ -192,6 +193,7 @@ def squared_last(placed: PlacedModel, stage: str) -> PlacedModel:
     return placed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["vision.0", "llm.0"])
 def test_small_residuals_of_parameters_alone_are_computed_again(stage: str) -> None:
     functions = squared_last(place(), stage).trace(inputs()).stages[stage]
@@ -243,6 +245,7 @@ def test_a_frozen_encoder_keeps_only_what_its_projector_needs() -> None:
     assert all(a.shape[0] == BOTH.dp or a.shape[0] == BOTH.size for a in frozen.residual_avals)
 
 
+@pytest.mark.long
 def test_remat_policies_order_the_bytes_that_are_kept() -> None:
     policies = [trace(remat=remat) for remat in ("none", "dots", "full")]
     for stage in ("vision.0", "llm.0", "llm.1"):
@@ -256,6 +259,7 @@ def test_each_residual_is_stacked_over_the_axes_that_it_varies_over() -> None:
         assert {aval.shape[0] for aval in functions.residual_avals} == {BOTH.dp, BOTH.size}
 
 
+@pytest.mark.long
 def test_ranks_that_share_tokens_keep_their_own_between_blocks() -> None:
     """With `full`, a layer keeps its input alone; what the head keeps are a few numbers a token."""
     shared, whole = (trace(remat="full", sp=sp) for sp in (True, False))
@@ -267,6 +271,7 @@ def test_ranks_that_share_tokens_keep_their_own_between_blocks() -> None:
     assert spans[1] == 2 * spans[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_blocks_gather_and_scatter_tokens_in_place_of_sums(overlap: bool) -> None:
     """Of the LLM's first stage as it is compiled: what tp ranks sum whole has no positions, or is a gradient that goes

@@ -57,6 +57,7 @@ def traced(case: Case) -> dict[str, StageFunctions]:
     return dict(parts.placed.trace(next(iter(parts.shapes.values())), parts.schedule.graph).stages)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fp32_too")
 @pytest.mark.parametrize(
     "case",
@@ -66,6 +67,7 @@ def test_training_equals_the_dense_reference(case: Case) -> None:
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
 
 
+@pytest.mark.long
 def test_which_weights_have_their_sums() -> None:
     """bf16 weights of one product, and an untied head: no tables, norms, stacks, frozen or fp32 weights."""
     layer = ["attn/k", "attn/o", "attn/q", "attn/v", "mlp/down", "mlp/gate", "mlp/up"]

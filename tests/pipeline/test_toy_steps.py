@@ -488,6 +488,7 @@ def counts(executor: toy.Run) -> set[int]:
     return {int(x) for x in jax.tree.leaves(executor.states) if x.dtype == np.int32}
 
 
+@pytest.mark.long
 def test_compute_in_bf16_keeps_masters_in_fp32() -> None:
     buckets, configs = (1, 2, 1), toy.optimizers()
     model = toy.placed(APART, configs, dtype="bfloat16")

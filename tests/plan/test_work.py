@@ -88,6 +88,7 @@ def test_flops_and_parameters_are_the_models() -> None:
 WORDS = ("llm/Decoder.mask='cornstarch'", "llm/Decoder.chunk=20", "llm/Decoder.full_every=2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mask", [(), WORDS], ids=["causal", "words"])
 def test_model_flops_and_positions_are_those_of_the_metrics(mask: tuple[str, ...]) -> None:
     """Sums over all steps of a short run agree. Samples differ in length; padding and recompute do not count."""

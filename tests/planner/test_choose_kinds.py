@@ -94,6 +94,7 @@ def layouts(devices: int, most: int) -> list[Layout]:
     return [Layout(tp=tp, dp=dp, pp=pp) for tp, dp, pp in shapes if tp * dp * pp <= devices]
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     vision=st.sampled_from([0.05, 0.4, 1.5]),

@@ -42,6 +42,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     return dict(devices=devices, global_batch=batch, microbatch=microbatch, memory=memory, modules=modules)
 
 
+@pytest.mark.long
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(problems(), st.sampled_from([1, 1.5, 2, 3, 5]))
 def test_no_plan_is_shorter_than_the_bound(drawn: dict[str, Any], real_from: float) -> None:

@@ -137,6 +137,7 @@ def on_gpus(recipe: Recipe, memory: float) -> Mapping[str, object]:
     return remats
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("memory", "remat"), [(1e9, "none"), pytest.param(1e3, "full", marks=pytest.mark.long)])
 def test_a_run_on_gpus_computes_as_was_chosen(tiny: Recipe, memory: float, remat: str) -> None:
     assert on_gpus(tiny, memory) == {"vision": remat, "llm": remat}
@@ -148,6 +149,7 @@ def test_a_run_on_a_cpu_computes_as_before(tiny: Recipe) -> None:
     assert chosen(parts.recipe) == ("none", "none")
 
 
+@pytest.mark.long
 def test_estimates_are_of_the_devices_kernels(tmp_path: Path) -> None:
     """The encoder's recomputation is to be chosen, and the LLM's attention runs on these GPUs alone."""
     bindings = ["World.platform=cuda", "Train.dtype=bfloat16", "llm/Decoder.attention=cudnn", "Train.unroll=False"]

@@ -138,6 +138,7 @@ def leaves_of(m: MultimodalModel) -> dict[str, np.ndarray]:
     return leaves
 
 
+@pytest.mark.long
 def test_losses_are_means_over_tokens_and_layers() -> None:
     """Each sample counts alone, by its tokens; the step's loss has them times their weights."""
     m = model(balance_loss=0.5, router_z_loss=0.25, dense_layers=1)
@@ -153,6 +154,7 @@ def test_losses_are_means_over_tokens_and_layers() -> None:
     assert parts["llm/balance_loss"] > DECODER.experts_per_token * 0.9  # k for equal loads
 
 
+@pytest.mark.long
 def test_biases_follow_loads_beside_the_optimizer() -> None:
     m = model(router_bias=True, router_bias_rate=0.125, router="sigmoid")
     leaves = leaves_of(m)

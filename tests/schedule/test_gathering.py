@@ -174,6 +174,7 @@ def test_wrong_gathers_are_refused():
         spread(2).with_gathers({STAGE: "push"})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "least"), [("encoder", 1.03), ("encoder and generator", 1.03)])
 def test_pulls_gain_under_uneven_microbatches(model, least):
     """The benchmark's steps: what a collective costs more than a pull is waiting, beside the gathers themselves."""

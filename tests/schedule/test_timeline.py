@@ -219,6 +219,7 @@ def _many(names):
     return connect(nodes, [*((f"{name}.0", "llm.0") for name in names), ("llm.0", "llm.1")], "async")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("graph", "microbatches"),
     [

@@ -130,6 +130,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.long
 def test_finished_runs_are_not_run_again(canned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["parity", "--curves", "--only=A7-tp4*,single-float32-frozen-*", "--steps=3", f"--out={tmp_path}"]
     assert main(command) == 0

@@ -278,6 +278,7 @@ def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
     assert asdict(predictions.fit(rows)) == pytest.approx(asdict(given), rel=1e-3)
 
 
+@pytest.mark.long
 def test_scores_of_the_half_that_was_not_fitted() -> None:
     """Loosely: how good the planner is at what it never saw. Better is welcome, and then these are to be raised."""
     found = predictions.score([predictions.PredictedRow(row=one, reached=NEAR) for one in predictions.scored_rows()])

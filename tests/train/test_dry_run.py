@@ -105,6 +105,7 @@ def test_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x29)} <= colours  # both modules'
 
 
+@pytest.mark.long
 def test_on_gpus_one_line_has_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
@@ -114,6 +115,7 @@ def test_on_gpus_one_line_has_their_settings(tmp_path: Path, monkeypatch: pytest
     assert line in dry_run(recipe).describe().splitlines()
 
 
+@pytest.mark.long
 def test_senders_wait_between_processes_with_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +145,7 @@ def test_senders_wait_between_processes_with_gpus(
     assert "MMJAX_NUM_PROCESSES='two': must be an integer" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:
     """Every device holds blocks that fit any stage: more than the program per op is counted to take."""
     layouts = {"llm/Layout_tp": 1, "llm/Layout_pp": 2, "vision/Layout_dp": 2, "vision/Layout_rank_offset": 0}
@@ -162,6 +165,7 @@ def test_one_program_over_lanes_is_counted_as_one(tmp_path: Path) -> None:
     assert {name: held.temporaries > 0 for name, held in one.memory.items()} == dict.fromkeys(many.memory, True)
 
 
+@pytest.mark.long
 def test_activations_that_wait_are_counted_where_they_are(tmp_path: Path) -> None:
     """Of the four microbatches that a lane keeps, two are on its devices, and all on the host before the first B."""
     layouts = {"llm/Layout_tp": 1, "llm/Layout_pp": 2, "vision/Layout_dp": 1, "vision/Layout_lanes": 2}
@@ -227,6 +231,7 @@ def test_bytes_for_people() -> None:
     assert [show_bytes(size) for size in sizes] == ["0", "1 B", "1023 B", "1 KiB", "1 MiB", "1.5 GiB", "1023 GiB"]
 
 
+@pytest.mark.long
 def test_how_evenly_ranks_of_cp_share_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = str(write_tiny(tmp_path, Data_sequence_length=128, Train_eval_samples=0))
     flags = [f"--gin_file={tiny}", "--dry_run", "--gin.llm/Layout.tp=1", "--gin.llm/Layout.cp=2"]

@@ -40,6 +40,7 @@ def kind(run: Path, step: int, prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): np.asarray(leaf) for name, leaf in named.items() if name.startswith(prefix)}
 
 
+@pytest.mark.long
 def test_means_are_those_of_a_plain_loop(run: Path) -> None:
     """From the parameters of all checkpoints; a module with a decay of 0 has none."""
     means = kind(run, 1, "ema/")
@@ -91,6 +92,7 @@ def drawn(run: Path, out: Path, *bindings: str) -> np.ndarray:
     return np.stack([np.asarray(Image.open(path)).astype(int) for path in sorted(out.iterdir())])
 
 
+@pytest.mark.long
 def test_predictions_and_exports_read_means(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     means, params = kind(run, STEPS, "ema/"), kind(run, STEPS, "params/")
     export_run(run, tmp_path / "export")

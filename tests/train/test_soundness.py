@@ -91,6 +91,7 @@ def test_only_updates_in_a_row_end_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
         assert ended == ends
 
 
+@pytest.mark.long
 def test_a_folder_with_a_value_that_is_not_finite_is_no_start(
     tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_config_gin_is_the_whole_configuration(tiny_run: Path) -> None:
     assert (stored.train.unroll, stored.model.llm.settings.remat) == (False, "none"), "a CPU's"
 
 
+@pytest.mark.long
 def test_a_run_keeps_what_it_has_chosen_for_its_devices(tmp_path: Path) -> None:
     """Also on other devices: what a GPU had chosen stays, and is said."""
     run = tmp_path / "run"

@@ -56,6 +56,7 @@ def trained(pictures: Path, folder: Path) -> tuple[np.ndarray, list[dict]]:
     return run(pictures, folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", ["l1", "l2"])
 def test_the_loss_is_that_of_the_formula(error: str, pictures: Path) -> None:
     training = replace(TRAINING, error=error, divergence=0.1)
@@ -72,6 +73,7 @@ def test_the_loss_is_that_of_the_formula(error: str, pictures: Path) -> None:
     np.testing.assert_allclose(value, errors + 0.1 * apart, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_it_learns(trained: tuple[np.ndarray, list[dict]], pictures: Path, tmp_path: Path) -> None:
     _, lines = run(pictures, tmp_path, replace(TRAINING, steps=60, every=60))
     assert lines[:6] == trained[1]
@@ -79,6 +81,7 @@ def test_it_learns(trained: tuple[np.ndarray, list[dict]], pictures: Path, tmp_p
     assert np.mean(errors[-5:]) < 0.6 * errors[0]
 
 
+@pytest.mark.long
 def test_devices_share_a_batch(pictures: Path) -> None:
     """Of the optimizer's moments, whose first step is in proportion to gradients; Adam's quotient is not."""
     batch, moments = Batches(TRAINING, Folder(str(pictures))).batch(0), []
@@ -221,6 +224,7 @@ def test_other_settings_in_the_same_folder_are_refused(
     assert main(command(pictures, tmp_path, "--steps=2")) == 0
 
 
+@pytest.mark.long
 def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "torn.png").write_bytes(b"no picture")
     with pytest.raises(SystemExit):

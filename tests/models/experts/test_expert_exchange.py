@@ -104,6 +104,7 @@ def require_equal(layout: Layout, router: Router = ROUTER, tokens: int = TOKENS)
     assert dropped == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ep_way", ["ring", "all-to-all"])
 @pytest.mark.parametrize("name", [n if n == "cp and dp" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_choices_beyond_the_capacity_are_dropped_and_counted_alike(name: str, ep_way: str) -> None:
@@ -124,6 +125,7 @@ def test_values_and_gradients_are_those_of_all_experts_for_all_tokens(name: str,
     require_equal(dataclasses.replace(LAYOUTS[name], ep_way=ep_way))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n in FAST[:1] else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if LAYOUTS[n].ep > 1]
 )

@@ -69,6 +69,7 @@ def close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), actual, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [None, 20], ids=["all rows", "some choices have no row"])
 @pytest.mark.parametrize("ways", [grouped_blocks, grouped_kernels])
 def test_values_and_gradients_are_those_of_all_experts(

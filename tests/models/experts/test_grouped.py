@@ -66,7 +66,13 @@ def compare(sizes: tuple[int, ...], weights: Any, merged: Any) -> None:
         np.testing.assert_allclose(got_grads[name], gradient, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+BLOCKS = ("more than a block", "blocks exactly", "nearly a block")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, id=name, marks=[pytest.mark.long] if name in BLOCKS else []) for name, sizes in SIZES.items()],
+)
 def test_products_and_gradients_are_those_of_each_row(sizes: tuple[int, ...]) -> None:
     compare(sizes, lambda p: [p["w"], p["v"]], lambda p: [p["w"], p["v"]])
 

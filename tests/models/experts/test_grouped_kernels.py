@@ -55,6 +55,7 @@ def test_products_and_gradients_are_those_of_each_group(case: str) -> None:
     close(jnp.stack(grouped_kernels.weight_gradients([(Rows(x_MD), [Rows(dy) for dy in dys_MF], sizes_E)])), dw)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ways", [grouped_kernels, grouped_blocks])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_read_by_index_and_gradients_of_parts_are_added_to_a_total(case: str, ways: Any) -> None:
