@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import LatentsConfig
 from mmjax.data.latents import Description, folder_of
-from mmjax.data.types import BLANK, EncoderSpec, Sample
+from mmjax.data.types import BLANK, ENCODED, EncoderSpec, Sample
 from mmjax.models.autoencoder.weights import settings as settings_of
 from mmjax.recipe import Recipe
 from mmjax.weights.folder import read_config
@@ -31,7 +31,7 @@ def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> Encode
     Raises:
       ConfigError: the folder of latents, or of their autoencoder, cannot be read, or has other channels.
     """
-    if not (latents.path or latents.autoencoder):
+    if spec.latents == ENCODED or not (latents.path or latents.autoencoder):
         return spec
     try:
         if latents.path in ("", BLANK):
@@ -46,6 +46,26 @@ def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> Encode
     fix = f"{name!r} makes {spec.channels} channels; set its channels to {channels}"
     require(channels == spec.channels, f"{name}/Latents.path", latents.path or latents.autoencoder, fix)
     return replace(spec, latents=folder, factor=factor)
+
+
+def encoded_in_step(specs: Mapping[str, EncoderSpec], encoder: str, generator: str) -> dict[str, EncoderSpec]:
+    """The specs of an encoder of latents, and of the generator whose pictures it encodes in the step, by name.
+
+    Args:
+      specs: specs by name, of at least these two.
+      encoder: the encoder's name.
+      generator: the generator's name.
+    """
+    of_encoder, of_generator = specs[encoder], specs[generator]
+    pictures = replace(
+        of_encoder,
+        merge=of_generator.block,
+        drawn=True,
+        references=of_generator.references,
+        bounded_by=f"{encoder}/{of_encoder.bounded_by}",
+    )
+    encoded = {"latents": ENCODED, "pictures": pictures, "encoder": encoder, "factor": of_encoder.patch}
+    return {encoder: replace(of_encoder, encodes=generator), generator: replace(of_generator, **encoded)}
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ class StageFunctions:
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
         axes = self.submesh.axes
         params = with_handles(self.model, self.state, params)
+        inputs = self.model.completed(inputs, carry, self._cells)
         features, sums = self.model.forward(params, inputs, carry, axes, self._cells)
         stage_result = result(params, inputs, features, axes, sums) if result else None
         if not self.sends:

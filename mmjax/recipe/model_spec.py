@@ -83,7 +83,7 @@ class ModelSpec:
         if self.edges:
             return self.edges
         roles: dict[str, Role] = {name: node.role for name, node in self.nodes.items()}
-        return star(roles, LLM)
+        return star(roles, LLM, self.of_drawings)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Names of the nodes whose tokens go to the node ``name``, in the order of the edges."""
@@ -114,10 +114,21 @@ class ModelSpec:
     def media(self) -> tuple[str, ...]:
         """Names of the nodes whose media have placeholders in the LLM's rows: encoders, then generators.
 
-        An encoder that reads another has none of its own, and neither has a generator of codes.
+        An encoder that reads another has none of its own, and neither has one of what a generator learns to make, or a
+        generator of codes.
         """
         drawing = (name for name in self.generators if name not in self.talkers)
-        return (*(name for name in self.encoders if not self.sources(name)), *drawing)
+        apart = self.of_drawings
+        return (*(name for name in self.encoders if name not in apart and not self.sources(name)), *drawing)
+
+    @property
+    def of_drawings(self) -> tuple[str, ...]:
+        """Names of the encoders of what a generator learns to make."""
+        return tuple(name for name in self.encoders if self.nodes[name].encodes_drawings)
+
+    def encoder_of(self, generator: str) -> str:
+        """The name of the node that encodes what a generator learns to make; "" for none."""
+        return next((name for name in self.sources(generator) if name in self.of_drawings), "")
 
     @property
     def talkers(self) -> tuple[str, ...]:
