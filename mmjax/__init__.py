@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from mmjax.models.flops import parameter_count as parameter_count
     from mmjax.models.graph import MultimodalModel as MultimodalModel
     from mmjax.models.graph import multimodal as multimodal
-    from mmjax.models.layers import column_parallel as column_parallel
     from mmjax.models.latent_encoder.config import LatentEncoderConfig as LatentEncoderConfig
+    from mmjax.models.layers import column_parallel as column_parallel
     from mmjax.models.layers import linear as linear
     from mmjax.models.layers import residual_init as residual_init
     from mmjax.models.layers import rotate_2d as rotate_2d

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,7 @@ from mmjax.train import __main__ as train
 from mmjax.train.metrics import read_metrics
 from mmjax.train.trainer import Trainer
 
+pytestmark = pytest.mark.timeout(1500)
 VAE = REPOSITORY / "tests" / "oracles" / "autoencoder" / "kl"
 ENCODER = ("Model.encoders={'vae': 'latent-encoder'}", f"vae/Weights.path='{VAE}'")
 OTHERS = (
@@ -123,7 +126,8 @@ def test_a_step_equals_that_with_latents_made_ahead(case: str, folders: Any) -> 
     expected, wanted = first_step(load(ahead, without, encoder=()))
     assert loss == pytest.approx(expected, rel=1e-6) and leaves.keys() == wanted.keys()
     for name, leaf in wanted.items():
-        np.testing.assert_allclose(leaves[name], leaf, atol=1e-5 * np.abs(leaf).max() + 1e-8, err_msg=name)
+        share = 1e-4 if name.startswith("params/") else 1e-5  # a first update magnifies rounding of small gradients
+        np.testing.assert_allclose(leaves[name], leaf, atol=share * np.abs(leaf).max() + 1e-9, err_msg=name)
 
 
 SIZES = ("mine/Source.drawn_size=(0, 0)", "mine/Source.drawn_pixels=400")
@@ -181,7 +185,8 @@ CHECKED = {
 @pytest.mark.parametrize("case", CHECKED)
 def test_layouts_train_as_one_device_does(case: str, folders: Any) -> None:
     report = check(load(folders(), CHECKED[case]), steps=2, style="silent")
-    assert report and report.ok, report.numbers()
+    assert report
+    assert report.ok, report.numbers()
 
 
 @pytest.mark.long
@@ -234,28 +239,49 @@ def test_an_edit_has_its_source_behind_it(folders: Any) -> None:
 
 
 REFUSED = {
-    "trained": (("vae/Optimizer.frozen=False",), "vae/Optimizer.frozen=False: 'vae' encodes what 'painter' learns to make"),
-    "latents made ahead too": (("painter/Latents.path='made'",), "painter/Latents.path='made': 'vae' encodes in the step"),
-    "another decoder": (("painter/Latents.autoencoder='other'",), "painter/Latents.autoencoder='other': 'vae' encodes by"),
-    "tp": (("vae/Layout.tp=2",), "vae/Layout.tp=2: a picture is encoded by one rank as a whole; set it to 1, and vae/La"),
+    "trained": (
+        ("vae/Optimizer.frozen=False",),
+        "vae/Optimizer.frozen=False: 'vae' encodes what 'painter' learns to make",
+    ),
+    "latents made ahead too": (
+        ("painter/Latents.path='made'",),
+        "painter/Latents.path='made': 'vae' encodes in the step",
+    ),
+    "another decoder": (
+        ("painter/Latents.autoencoder='other'",),
+        "painter/Latents.autoencoder='other': 'vae' encodes by",
+    ),
+    "tp": (
+        ("vae/Layout.tp=2",),
+        "vae/Layout.tp=2: a picture is encoded by one rank as a whole; set it to 1, and vae/La",
+    ),
     "cp": (("vae/Layout.cp=2",), "vae/Layout.cp=2: "),
     "stages": (("vae/Layout.pp=2",), "vae/Layout.pp=2: "),
-    "other channels": (("painter/DiT.channels=3",), "painter/DiT.channels=3: 'vae' makes latents of 4 channels; set it to 4"),
+    "other channels": (
+        ("painter/DiT.channels=3",),
+        "painter/DiT.channels=3: 'vae' makes latents of 4 channels; set it to 4",
+    ),
     "to the language model": (
         ("Model.edges=('llm -> painter', 'vae -> llm')",),
-        "Model.edges=['llm -> painter', 'vae -> llm']: 'vae' encodes what one generator makes, and has edges to ['llm']; n",
+        "Model.edges=['llm -> painter', 'vae -> llm']: 'vae' encodes what one generator makes, and feeds ['llm']; name",
     ),
     "two of one generator": (
         (
             "Model.encoders={'vae': 'latent-encoder', 'vae2': 'latent-encoder'}",
             "Model.edges=('llm -> painter', 'vae -> painter', 'vae2 -> painter')",
         ),
-        "Model.edges=['llm -> painter', 'vae -> painter', 'vae2 -> painter']: 'vae' and 'vae2' would encode the same pict",
+        "Model.edges=['llm -> painter', 'vae -> painter', 'vae2 -> painter']: 'vae' and 'vae2' would encode the same",
     ),
     "adapters": (("vae/Lora.rank=2",), "vae/Lora.rank=2: "),
-    "a task": (("Data.sources={}", "Data.task='digits'"), "Data.task='digits': 'vae' encodes pictures of records; name s"),
+    "a task": (
+        ("Data.sources={}", "Data.task='digits'"),
+        "Data.task='digits': 'vae' encodes pictures of records; name s",
+    ),
     "another folder": (("vae/Weights.path='nowhere'",), "vae/Weights.path='nowhere': "),
-    "canvases": (("vae/LatentEncoder.canvases=((8, 8), (4, 9))",), "vae/LatentEncoder.canvases=((8, 8), (4, 9)): must hold"),
+    "canvases": (
+        ("vae/LatentEncoder.canvases=((8, 8), (4, 9))",),
+        "vae/LatentEncoder.canvases=((8, 8), (4, 9)): must hold",
+    ),
 }
 
 
@@ -270,8 +296,27 @@ def test_refused_in_one_line(case: str, folders: Any) -> None:
 
 
 def test_a_picture_without_a_canvas_and_an_encoder_without_a_folder_are_refused(folders: Any) -> None:
-    with pytest.raises(ConfigError, match=r"vae/LatentEncoder.canvases=\(\(2, 2\),\): hold no picture of 16 x 24 pixels"):
+    with pytest.raises(
+        ConfigError, match=r"vae/LatentEncoder.canvases=\(\(2, 2\),\): hold no picture of 16 x 24 pixels"
+    ):
         open_source(load(folders(), DIT, "vae/LatentEncoder.canvases=((2, 2),)"), split="train")
     recipe = load(folders(), DIT, "vae/Weights.path=''", "vae/LatentEncoder.preset='sd-2.1'")
-    with pytest.raises(ConfigError, match=r"vae/Weights.path='': 'vae' would encode by random numbers; name the folder"):
+    with pytest.raises(
+        ConfigError, match=r"vae/Weights.path='': 'vae' would encode by random numbers; name the folder"
+    ):
         require_targets(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_learn_what_one_does(folders: Any, tmp_path: Path) -> None:
+    """Each opens the pictures that its own devices need, the second one those of the encoder alone."""
+    more = (*layouts(llm="1,1,2@0", vae="1,1,2@2", painter="1,1,2@0"), "Train.steps=3", "Train.global_batch=8")
+    flags = [f"--gin.{flag}" for flag in (*OTHERS, *folders(), *ENCODER, *DIT, *more, "World.platform='cpu'")]
+    command = ["-m", "mmjax.train", *flags]
+    for name, launch in {"one": [], "two": ["-m", "mmjax.launch", "-n", "2", "--devices_per_process=2"]}.items():
+        argv = [sys.executable, *launch, *command, f"--run_dir={tmp_path / name}"]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=REPOSITORY, timeout=800, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")]
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-6)

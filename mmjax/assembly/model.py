@@ -63,7 +63,7 @@ def _edge(model: ModelSpec, edge: EdgeSpec) -> Edge:
     of_graph = edge_between(edge.source, edge.target, projector.settings if projector else ProjectorConfig())
     if settings.inject:
         of_graph = replace(of_graph, inject=settings.inject, levels=settings.levels)
-    latents = model[edge.source].encodes_drawings
+    latents = model[edge.source].makes_latents
     return replace(of_graph, index=settings.index or of_graph.index, latents=latents)
 
 
@@ -205,7 +205,7 @@ def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
         for name in names
     }
     indices = {(edge.source, edge.target): edge.settings.index for edge in model.flows}
-    for name in model.of_drawings:
+    for name in model.latent_encoders:
         media |= encoded_in_step(media, name, *model.targets(name))
     return {
         name: replace(

@@ -175,9 +175,9 @@ class ConfigBuilder:
         return weights
 
     def _latents(self, model: ModelConfig, name: str, folders: _Folders) -> LatentsConfig:
-        """The latents of a generator; their autoencoder is that of the encoder in the step, or of its pipeline."""
+        """The latents of a generator, with the autoencoder of its encoder of latents, or of its pipeline."""
         pipeline, sources = folders.weights[name].pipeline, [e.source for e in model.flows if e.target == name]
-        paths = [folders.weights[source].path for source in sources if source in model.of_drawings]
+        paths = [folders.weights[source].path for source in sources if source in model.latent_encoders]
         folder = next(filter(None, paths), pipeline.autoencoder_folder if pipeline else "")
         return self._build(LatentsConfig, name, {"autoencoder": folder} if folder else {})
 

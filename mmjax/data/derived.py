@@ -2,8 +2,8 @@
 
 An encoder of latents sees the pictures that a generator learns to make, and behind each those that it is made from.
 
-An encoder of another encoder's tokens has a segment for each sample with media: the tokens of all of these, one medium after another. Its
-tokens take the places of the media in the text, one for each token that it reads.
+An encoder of another encoder's tokens has a segment for each sample with media: the tokens of all of these, one medium
+after another. Its tokens take the places of the media in the text, one for each token that it reads.
 
 Legend: N tokens of a segment.
 """

@@ -327,8 +327,9 @@ class Filling:
                 _write(out, cell * rows + row, slice(start, start + count), np.asarray(tokens_of[sample], np.int32))
 
     def _index_latents(self, name: str, plan: MicrobatchPlan, out: PartialArray) -> None:
-        """Writes into `out` [R, T, P**2] the tokens of the latent's pixels of each patch of the generator `name`, of
-        pictures that it makes and of those that these are made from.
+        """Writes into `out` [R, T, P**2] the places of a latent's pixels, for each patch of the generator `name`.
+
+        Patches are those of pictures that it makes, and of references behind them.
         """
         spec, part = self.encoders[name], plan.encoders[name]
         encoder, bucket = self.encoders[spec.encoder], spec.buckets[part.bucket]

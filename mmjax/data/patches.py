@@ -150,8 +150,9 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
     (1 - t) x + t noise, noise - x, t and 1; of recordings "weights" [N, P] are 0 behind the end. If the sample has no
     noise for it, all are 0, also the weights. Where latents are encoded in the step, the medium is the noise with which
     they will be drawn, "latent_noise" [N, E]; "patches" and "targets" are those of a medium of zeros, to which the
-    latent is to be added, times "latent_shares" [N, 2]. All are float32. One of codes has the inputs of `code_inputs`. spec: of
-    `name`.
+    latent is to be added, times "latent_shares" [N, 2]. All are float32. One of codes has the inputs of `code_inputs`.
+
+    spec: of `name`.
     """
     medium = sample.media[name][number]
     if spec.codes:

@@ -138,8 +138,8 @@ def family_of_tokens() -> str:
     return next(kind for kind in families_for("encoder") if FAMILIES[kind].medium == "tokens")
 
 
-def encodes_drawings(kind: str) -> bool:
-    """Whether encoders of the family ``kind`` of ``FAMILIES`` encode what a generator learns to make."""
+def makes_latents(kind: str) -> bool:
+    """Whether ``kind`` is a family of ``FAMILIES`` whose encoders make latents of a generator's pictures."""
     return FAMILIES[kind].medium == "drawing"
 
 

@@ -89,9 +89,9 @@ class StageModel:
         return ""
 
     def completed(self, inputs: Inputs, carry: Carry, cells: int) -> Inputs:
-        """The host inputs, with what activations add to them; ``forward``, ``loss`` and ``predict`` get the result.
+        """The host inputs of ``forward``, ``loss`` and ``predict``, with latents of ``carry`` in them.
 
-        Arguments are those of ``forward``.
+        By default there are none. Arguments are those of ``forward``.
         """
         del carry, cells
         return inputs

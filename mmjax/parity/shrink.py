@@ -89,7 +89,7 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
         several = len(node.packing.given) > 1
         if node.role == "encoder" and recipe.model.sources(node.name):
             return clip_buckets(sizes.per_cell, several=several)
-        if node.encodes_drawings:
+        if node.makes_latents:
             (generator,) = recipe.model.targets(node.name)
             most = 1 + getattr(nodes[generator].settings, "references", 0)
             return buckets(node.module().medium, most * sizes.per_cell, several=several)

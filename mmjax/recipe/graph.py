@@ -22,10 +22,10 @@ def check_graph(model: ModelSpec) -> None:
       ConfigError: one line that names the setting, its value and a legal one.
     """
     roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
-    check_edges(model.flows, roles, LLM, model.of_drawings)
+    check_edges(model.flows, roles, LLM, model.latent_encoders)
     for name in model.encoders:
         _check_encoder(model, model[name])
-    for name in model.of_drawings:
+    for name in model.latent_encoders:
         _check_latents(model, model[name])
     for edge in model.flows:
         _check_ends(model, edge)
@@ -72,7 +72,7 @@ def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
     if target.speaks:
         fix = f"{target.name!r} speaks and reads the LLM alone; leave the edge out"
         require(source.name == LLM, "Model.edges", edge.text, fix)
-    elif source.role == "encoder" and target.role == "generator" and not source.encodes_drawings:
+    elif source.role == "encoder" and target.role == "generator" and not source.makes_latents:
         fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
         require(source.settings.medium == "image", "Model.edges", edge.text, fix)
         fix = f"{target.name!r} makes {target.settings.medium}s, which have no places for an image; leave the edge out"

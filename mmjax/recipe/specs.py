@@ -116,8 +116,8 @@ class ModuleSpec(PartSpec):
         return self.role == "generator" and self.settings.medium is None
 
     @property
-    def encodes_drawings(self) -> bool:
-        """Whether it encodes what a generator learns to make; it has no projector."""
+    def makes_latents(self) -> bool:
+        """Whether it is an encoder of latents, which has no projector."""
         return self.settings.medium == "drawing"
 
     # ---- modified copies ---------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
       name: its name in the model, such as "vision".
       settings: of a family of encoders, such as ``ViTConfig``; or a ``Module`` of a user's class, such as
         ``Gated(GatedConfig())``.
-      projector: the projector at its end; by default one with the defaults. An encoder of what a generator learns to
-        make has none, and is frozen.
+      projector: the projector at its end; by default one with the defaults. An encoder of latents has none, and is
+        frozen.
 
     Raises:
       ValueError: the settings are of no family of encoders, or the module's class cannot be imported by its name.

@@ -19,7 +19,7 @@ def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> Non
     Raises:
       ConfigError: they have nothing, or an encoder has no folder; one line that names a fix.
     """
-    for name in recipe.model.of_drawings if media is None else ():
+    for name in recipe.model.latent_encoders if media is None else ():
         fix = f"{name!r} would encode by random numbers; name the folder of an autoencoder, such as 'sd-2.1/vae'"
         path = recipe.model[name].weights.path
         require(bool(path or recipe.init_from(name)), f"{name}/Weights.path", path, fix)

@@ -55,7 +55,7 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
 def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
-    for name in model.of_drawings:
+    for name in model.latent_encoders:
         fix = f"{name!r} encodes pictures of records; name some in Data.sources, or leave {name!r} out"
         require(bool(data.sources), "Data.task", data.settings.task, fix)
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def media_encoders(model: MultimodalModel) -> list[str]:
-    """Names of the encoders of media, such as ["vision", "audio"], in the model's order; others read the tokens of an
-    encoder, or encode what a generator learns to make.
+    """Names of the encoders of media, such as ["vision", "audio"], in the model's order.
+
+    Left out are those that read the tokens of an encoder, and encoders of latents.
 
     ``model`` is as ``build_model(recipe, tokenizer)`` gives it.
     """

@@ -1,4 +1,4 @@
-"""Latents of a sample's pictures by an encoder in the model, each picture whole and alone, as they are when made ahead."""
+"""Latents of a sample's pictures by an encoder in the model: each picture is encoded whole, and alone."""
 
 from __future__ import annotations
 

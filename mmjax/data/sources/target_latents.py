@@ -1,5 +1,6 @@
-"""Media that a generator is to make: pictures, or recordings; or latents of pictures, which are made ahead or in the step,
-or are blank ones of prompts.
+"""Media that a generator is to make: pictures, recordings, or latents of pictures.
+
+Latents are made ahead, or in the step, or blank ones of prompts.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class TargetLatents:
 
 
 class EncodedPictures:
-    """Pictures of which a module of the model makes latents in the step, of sizes in pixels of latents.
+    """Pictures for an encoder of latents; their sizes are those of latents.
 
     Args:
       name: the source's name, for messages.
@@ -177,7 +178,7 @@ class EncodedPictures:
 
 
 def blank_medium(spec: EncoderSpec, size: tuple[int, ...], frames: int = 1) -> np.ndarray:
-    """Zeros of the shape of a medium of this ``size`` as its file gives it: a picture, distributions of latents, …
+    """Zeros of the shape that a medium's file gives: of a picture, a recording, or distributions of a latent.
 
     Args:
       spec: of the encoder or generator.
@@ -190,7 +191,7 @@ def blank_medium(spec: EncoderSpec, size: tuple[int, ...], frames: int = 1) -> n
 
 
 def unit_distribution(spec: EncoderSpec, size: tuple[int, ...]) -> np.ndarray:
-    """Means of 0 and deviations of 1, [h, w, 2 C], of which ``with_noise`` draws the noise of a latent of this size."""
+    """Means of 0 and deviations of 1, [h, w, 2 C]: ``with_noise`` draws a latent's noise of them."""
     distribution = np.zeros((*size, 2 * spec.channels), np.float32)
     distribution[..., spec.channels :] = 1
     return distribution

@@ -1,6 +1,6 @@
-"""The encoder of an autoencoder over canvases: a picture gets what ``autoencoder.layers`` makes of it alone.
+"""The layers of an autoencoder's encoder over pictures on canvases.
 
-A picture may be smaller than its canvas. Places outside are zeros before each convolution, no statistic counts them,
+A picture gets the latent that it gets alone. It may be smaller than its canvas. Places outside are zeros before each convolution, no statistic counts them,
 and no place attends to them.
 
 Shapes: B pictures, H rows and W columns of pixels at one of the encoder's sizes, C channels.

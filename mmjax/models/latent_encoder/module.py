@@ -50,7 +50,7 @@ class LatentEncoder(Module):
         return ("segments", "patches")
 
     def embed(self, p: Params, context: Context) -> Float[Array, "R T D"]:
-        """Zeros, to which each encoder adds its result; ``p`` has encoders' parameters, of which the dtype is read."""
+        """Zeros, to which each encoder adds its result, in the dtype of the parameters ``p``."""
         encoder = next(iter(p.values()))
         zeros_RT = jnp.zeros_like(context.inputs["segments"], encoder["encoder"]["conv_in"]["bias"].dtype)
         return jnp.broadcast_to(zeros_RT[..., None], (*zeros_RT.shape, self.config.width))
@@ -68,9 +68,7 @@ class LatentEncoder(Module):
     def medium(self) -> EncoderSpec:
         """The cutting of a picture into places of its latent, for the data side."""
         c = self.config
-        return EncoderSpec(
-            patch=c.patch, channels=c.channels, canvases=c.canvases, bounded_by="LatentEncoder.canvases"
-        )
+        return EncoderSpec(patch=c.patch, channels=c.channels, canvases=c.canvases, bounded_by="LatentEncoder.canvases")
 
 
 def _block(c: LatentEncoderConfig, context: Context, x_RTD: Float[Array, "R T D"]) -> Block:

@@ -46,7 +46,7 @@ def to_hf_config(config: LatentEncoderConfig, *, model_type: str = "") -> dict[s
 
 
 def _last_frame(row: Row, sizes: Mapping[str, tuple[int, int, int]]) -> Row:
-    """The row of a kernel of three frames, as that of its last frame; other rows as they are."""
+    """A row whose leaf is the last frame of a kernel of three frames; rows of other leaves do not change."""
     if row.leaf not in sizes:
         return row
     side, inputs, outputs = sizes[row.leaf]
