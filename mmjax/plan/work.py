@@ -174,12 +174,14 @@ def _samples(recipe: Recipe) -> int:
 
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
-    """Every tp of 1, 2, 4 and 8, ascending, that divides the sizes of a module: (1, 2, 4).
+    """Every tp of 1, 2, 4 and 8, ascending, that divides the sizes of a module: (1, 2, 4). An encoder of latents has 1.
 
     Args:
       recipe: the run's configuration.
       module: the module's name, such as "llm".
     """
+    if recipe.model[module].makes_latents:
+        return (1,)
     sizes = recipe.model.sizes(module)
     common = math.gcd(*sizes.by_tp.values(), *sizes.by_expert_tp.values())
     return tuple(tp for tp in TPS if common % tp == 0)

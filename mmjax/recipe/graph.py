@@ -53,11 +53,13 @@ def _check_latents(model: ModelSpec, node: ModuleSpec) -> None:
     require(optimizer.frozen, f"{node.name}/Optimizer.frozen", optimizer.frozen, fix)
     fix = f"{node.name!r} is frozen as a whole; set it to 0"
     require(not node.lora.settings.rank, f"{node.name}/Lora.rank", node.lora.settings.rank, fix)
+    fix = f"{node.name!r} has no projector; use {node.name}/Callbacks.after"
+    require(not node.callbacks.projected, f"{node.name}/Callbacks.projected", node.callbacks.projected, fix)
     fix = f"{node.name!r} encodes in the step; leave it out, or leave {node.name!r} out"
     require(not generator.latents.path, f"{name}/Latents.path", generator.latents.path, fix)
-    folder, other = node.weights.path, generator.latents.autoencoder
+    folder, decoder = node.weights.path, generator.latents.autoencoder
     fix = f"{node.name!r} encodes by {node.name}/Weights.path={folder!r}; name that folder, or leave the setting out"
-    require(not folder or other in ("", folder), f"{name}/Latents.autoencoder", other, fix)
+    require(not folder or decoder in ("", folder), f"{name}/Latents.autoencoder", decoder, fix)
     fix = f"{name!r} makes no pictures, of which {node.name!r} could make latents; leave the edge out"
     require(generator.settings.medium == "image" and not generator.speaks, "Model.edges", f"{node.name} -> {name}", fix)
     channels = settings.latent_channels

@@ -304,8 +304,8 @@ class PreparedRecords:
             if name not in pictures:
                 continue
             spec = self._records.encoders[name]
-            one = spec if spec.pictures else replace(spec, latents="")
-            opened = [blank_medium(one, size) for _, size in references]
+            single = spec if spec.pictures else replace(spec, latents="")  # of latents made ahead the means
+            opened = [blank_medium(single, size) for _, size in references]
             for at, (image, _) in enumerate(references):
                 if tokenized:
                     medium, record = tokenized.record.images[image], tokenized.record.id

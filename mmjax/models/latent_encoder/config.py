@@ -64,6 +64,9 @@ class LatentEncoderConfig(ModuleSettings, SquarePatches):
     medium: ClassVar[Medium] = "drawing"
     merge: ClassVar[int] = 1
     divided_by_tp: ClassVar[tuple[str, ...]] = ()
+    kv_heads: ClassVar[int] = 0
+    head_width: ClassVar[int] = 0
+    value_width: ClassVar[int] = 0
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {
         name: fields_from(AutoencoderConfig.of(name)) for name in AutoencoderConfig.presets
     }

@@ -1,7 +1,7 @@
 """The layers of an autoencoder's encoder over pictures on canvases.
 
-A picture gets the latent that it gets alone. It may be smaller than its canvas. Places outside are zeros before each convolution, no statistic counts them,
-and no place attends to them.
+A picture gets the latent that it gets alone. It may be smaller than its canvas: places outside are zeros before each
+convolution, no statistic counts them, and no place attends to them.
 
 Shapes: B pictures, H rows and W columns of pixels at one of the encoder's sizes, C channels.
 """

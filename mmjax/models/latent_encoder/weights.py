@@ -28,9 +28,9 @@ def rows(config: LatentEncoderConfig, model_type: str) -> tuple[Row, ...]:
     """The weights table; of kernels of several frames a leaf is the last one. ``model_type`` is not read."""
     del model_type
     c = config.autoencoder
-    own = [row for row in autoencoder.rows(c) if row.leaf.startswith(_HALVES)]
+    of_encoder = [row for row in autoencoder.rows(c) if row.leaf.startswith(_HALVES)]
     sizes = _kernel_sizes(c) if c.causal else {}
-    return tuple(replace(_last_frame(row, sizes), leaf=f"layers/{{}}/{row.leaf}") for row in own)
+    return tuple(replace(_last_frame(row, sizes), leaf=f"layers/{{}}/{row.leaf}") for row in of_encoder)
 
 
 def unused(config: LatentEncoderConfig) -> tuple[str, ...]:
