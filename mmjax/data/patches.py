@@ -128,11 +128,12 @@ def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray
 def reference_patches(sample: Sample, name: str, number: int, spec: EncoderSpec) -> np.ndarray:
     """Patches [N, E] float32 of the pictures that medium `number` of generator `name` is made from, one behind another.
 
-    spec: of `name`; it has `references`.
+    They are 0 where latents are encoded in the step. spec: of `name`; it has `references`.
     """
     pictures = sample.references[name][number] if name in sample.references else ()
     none = np.zeros((0, spec.patch_values), np.float32)
-    return np.concatenate([none, *(patchify(picture, spec)[0] for picture in pictures)])
+    patches_NE = np.concatenate([none, *(patchify(picture, spec)[0] for picture in pictures)])
+    return np.zeros_like(patches_NE) if spec.encoder else patches_NE
 
 
 def picture_places(places: np.ndarray, spec: EncoderSpec) -> np.ndarray:
