@@ -314,7 +314,7 @@ def test_a_picture_without_a_canvas_and_an_encoder_without_a_folder_are_refused(
 @pytest.mark.timeout(900)
 def test_two_processes_learn_what_one_does(folders: Any, tmp_path: Path) -> None:
     """Each opens the pictures that its own devices need, the second one those of the encoder alone."""
-    more = (*layouts(llm="1,1,2@0", vae="1,1,2@2", painter="1,1,2@0"), "Train.steps=3", "Train.global_batch=8")
+    more = (*layouts(llm="1,1,2@0", vae="1,1,2@2", painter="1,1,2@0"), "Train.steps=3", "Optimizer.warmup=0")
     flags = [f"--gin.{flag}" for flag in (*OTHERS, *folders(), *ENCODER, *DIT, *more, "World.platform='cpu'")]
     command = ["-m", "mmjax.train", *flags]
     for name, launch in {"one": [], "two": ["-m", "mmjax.launch", "-n", "2", "--devices_per_process=2"]}.items():
