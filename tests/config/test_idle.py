@@ -305,8 +305,8 @@ READ = {
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Edge": "index inject levels",
-    "LatentEncoder": "preset layers channels latent_channels widths blocks groups attends moments_convolution causal shift "
-    "scale means deviations canvases",
+    "LatentEncoder": "preset layers channels latent_channels widths blocks groups attends moments_convolution causal "
+    "shift scale means deviations canvases",
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",

@@ -1,4 +1,4 @@
-"""Inputs of a generator whose latents are encoded in the step: with latents added they are those of latents made ahead."""
+"""Inputs of a generator whose latents are encoded in the step: with latents they are those of latents made ahead."""
 
 from __future__ import annotations
 
