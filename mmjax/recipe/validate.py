@@ -6,7 +6,6 @@ checks against other parts of a recipe, which are called here one after another.
 
 from __future__ import annotations
 
-from mmjax.configurable import require
 from mmjax.models.config import LLM
 from mmjax.pipeline.single.lane_layout import check_one_program
 from mmjax.recipe.best import check_best
@@ -56,9 +55,6 @@ def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
-    for name, layout in model.layouts.items():
-        fix = f"orders single microbatches, and {name}/Layout.microbatches={layout.microbatches}; set it to 'none'"
-        require(not layout.takes_several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
         source.check_axes(name, model.llm.settings.grid_setting)
