@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,9 @@ from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
-from mmjax.models.taps import Summed, Value
+from mmjax.models.handles import reducing
+from mmjax.models.taps import PRODUCT, Summed, Value
+from mmjax.pipeline.overwriting import reduce_in_memory
 from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
 from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
@@ -151,6 +153,13 @@ class StageFunctions:
         return self.state.scattered
 
     @cached_property
+    def reduced_in_backward(self) -> tuple[str, ...]:
+        """Names of the weights whose gradients a step's last backward reduces, layer by layer."""
+        if not self.state.overlap_grad_reduce:
+            return ()
+        return tuple(name for name in self._summed if self._single_uses[name] == PRODUCT)
+
+    @cached_property
     def _single_uses(self) -> dict[str, str]:
         return single_uses(self._spmd(self._plain, self._outputs), self._avals, MARKS)
 
@@ -161,8 +170,15 @@ class StageFunctions:
         for name in self._summed:
             like = Value(named[name].shape, jnp.float32, jax_compat.varying_axes(named[name]))
             total = totals[name].squeeze(0) if sums is not None else like.zeros()
-            summed[name] = Summed(weight=named[name], total=total)
+            summed[name] = self._with_reduction(name, Summed(weight=named[name], total=total))
         return with_leaves(params, summed)
+
+    def _with_reduction(self, name: str, summed: Summed) -> Summed:
+        """The summed weight with its reduction, if the stage's last backward of a step reduces its gradient."""
+        if name not in self.reduced_in_backward:
+            return summed
+        reduction = self.state.reductions[name]
+        return replace(summed, reduced=reduction.zeros(summed.total), reduction=reduction)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return self._output(self._losses if self.model.losses else None, params, inputs, carry)
@@ -271,6 +287,17 @@ class StageFunctions:
         grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
         return add_gradients(sums, grads), carry_grads
 
+    def _last_backward(
+        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, residuals: list[jax.Array], cotangent: Output
+    ) -> tuple[Any, ...]:
+        """``_backward`` that reduces the gradients of ``reduced_in_backward`` too: these, by name, come last."""
+        by_index = dict(zip(self._read_residuals, residuals, strict=True))
+        with reducing(True):
+            grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
+        named = by_name(grads)
+        reduced = {name: named[name].reduced for name in self.reduced_in_backward}
+        return add_gradients(sums, grads), carry_grads, reduced
+
     def _transpose(
         self,
         params: Tree,
@@ -367,6 +394,26 @@ class StageFunctions:
     def residual_avals(self) -> list[Any]:
         """Avals of the residuals that are kept per microbatch in flight; empty for a stage without backward."""
         return [self._residuals[i].aval for i in self._read_residuals] if self.has_backward else []
+
+    @cached_property
+    def last_backward(self) -> Spmd:
+        """``backward`` with the stage's ``reduce``, for the last microbatch of a step.
+
+        ``(params, sums, inputs, carry, residuals, cotangent) -> (gradients of carry, sums, reduced gradients, norm
+        rows)``. Arguments are ``backward_avals``; reduced gradients are those of ``reduce_program``. Where these do
+        not overwrite the sums, the sums are a result that nobody reads: so backward can add to them in place.
+        """
+        base, reduce, in_place = self._backward_over(self._read_residuals), reduce_in_memory(self.state), self.state.reduces_in_place
+
+        def body(*args: Any) -> tuple[Any, ...]:
+            sums, carry_grads, reduced = self._last_backward(*args)
+            grads, _, rows = reduce.body(sums, {}, reduced)
+            return {} if in_place else sums, grads, rows, carry_grads
+
+        sums_specs, carry_specs = base.out_specs
+        grad_specs, _, rows_spec = reduce.out_specs
+        outs = ({} if in_place else sums_specs, grad_specs, rows_spec, carry_specs)
+        return Spmd(body, base.mesh, base.in_specs, outs)
 
     @cached_property
     def weights(self) -> Spmd:

@@ -29,7 +29,7 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.gathers import Gather
 from mmjax.pipeline.state_bytes import param_dtype
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested
-from mmjax.pipeline.zero import ZeroLeaf, shard_axes
+from mmjax.pipeline.zero import Reduction, ZeroLeaf, shard_axes
 
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are its
@@ -157,6 +157,15 @@ class StateShapes:
             for name, zero in by_name(self.zero).items()
         }
         return {name: gather for name, gather in gathers.items() if gather}
+
+    overlap_grad_reduce = True
+
+    @cached_property
+    def reductions(self) -> dict[str, Reduction]:
+        """The sum of each parameter's gradient over ranks, by name; none where the sums are shards already."""
+        if self.submesh.layout.scatters_gradients:
+            return {}
+        return {name: zero.reduction(self.submesh.axes) for name, zero in by_name(self.zero).items()}
 
     @property
     def scattered(self) -> frozenset[str]:
