@@ -21,11 +21,10 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat, jaxprs
 from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
+from mmjax.models.handles import reducing
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
-from mmjax.models.handles import reducing
 from mmjax.models.taps import PRODUCT, Summed, Value
-from mmjax.pipeline.overwriting import reduce_in_memory
 from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
 from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
@@ -143,7 +142,7 @@ class StageFunctions:
         params = self._trained
         return [
             name
-            for name in summable(params, opened)
+            for name in summable(params, opened, every_dtype=self.state.reduces_in_backward)
             if DIMENSIONS.get(self._single_uses.get(name, "")) == params[name].ndim
         ]
 
@@ -155,7 +154,7 @@ class StageFunctions:
     @cached_property
     def reduced_in_backward(self) -> tuple[str, ...]:
         """Names of the weights whose gradients a step's last backward reduces, layer by layer."""
-        if not self.state.overlap_grad_reduce:
+        if not self.state.reduces_in_backward:
             return ()
         return tuple(name for name in self._summed if self._single_uses[name] == PRODUCT)
 
@@ -287,10 +286,10 @@ class StageFunctions:
         grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
         return add_gradients(sums, grads), carry_grads
 
-    def _last_backward(
+    def reducing_backward(
         self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, residuals: list[jax.Array], cotangent: Output
-    ) -> tuple[Any, ...]:
-        """``_backward`` that reduces the gradients of ``reduced_in_backward`` too: these, by name, come last."""
+    ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        """The body of ``backward`` that reduces gradients too, those of ``reduced_in_backward``; they come last."""
         by_index = dict(zip(self._read_residuals, residuals, strict=True))
         with reducing(True):
             grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
@@ -394,26 +393,6 @@ class StageFunctions:
     def residual_avals(self) -> list[Any]:
         """Avals of the residuals that are kept per microbatch in flight; empty for a stage without backward."""
         return [self._residuals[i].aval for i in self._read_residuals] if self.has_backward else []
-
-    @cached_property
-    def last_backward(self) -> Spmd:
-        """``backward`` with the stage's ``reduce``, for the last microbatch of a step.
-
-        ``(params, sums, inputs, carry, residuals, cotangent) -> (gradients of carry, sums, reduced gradients, norm
-        rows)``. Arguments are ``backward_avals``; reduced gradients are those of ``reduce_program``. Where these do
-        not overwrite the sums, the sums are a result that nobody reads: so backward can add to them in place.
-        """
-        base, reduce, in_place = self._backward_over(self._read_residuals), reduce_in_memory(self.state), self.state.reduces_in_place
-
-        def body(*args: Any) -> tuple[Any, ...]:
-            sums, carry_grads, reduced = self._last_backward(*args)
-            grads, _, rows = reduce.body(sums, {}, reduced)
-            return {} if in_place else sums, grads, rows, carry_grads
-
-        sums_specs, carry_specs = base.out_specs
-        grad_specs, _, rows_spec = reduce.out_specs
-        outs = ({} if in_place else sums_specs, grad_specs, rows_spec, carry_specs)
-        return Spmd(body, base.mesh, base.in_specs, outs)
 
     @cached_property
     def weights(self) -> Spmd:

@@ -47,9 +47,7 @@ class Reduction:
         """This rank's part of the sum."""
         if self.shards:
             widths = [(0, self.padding if dim == self.dimension else 0) for dim in range(local.ndim)]
-            local = lax.psum_scatter(
-                jnp.pad(local, widths), self.shards, scatter_dimension=self.dimension, tiled=True
-            )
+            local = lax.psum_scatter(jnp.pad(local, widths), self.shards, scatter_dimension=self.dimension, tiled=True)
         return lax.psum(local, self.axes)
 
     def zeros(self, like: jax.Array) -> jax.Array:
