@@ -21,6 +21,11 @@ REDUCING = {"B": "B+reduce", "W": "W+reduce"}
 """The kind of a program that reduces too, by the kind of its op."""
 
 
+def kind_of_op(kind: str) -> str:
+    """The kind of op that a kind of program is for: "B" of "B+reduce", and "F" of "F"."""
+    return kind.partition("+")[0]
+
+
 def reducing_stages(graph: StageGraph, functions: Mapping[str, StageFunctions]) -> frozenset[str]:
     """Names of the stages whose last B, or W, of a step reduces their gradients; their ``reduce`` has no program.
 
@@ -49,8 +54,9 @@ def _reduces(graph: StageGraph, node: StageNode, functions: StageFunctions) -> b
 
 
 def reducing_program(name: str, functions: StageFunctions) -> Program:
-    """The program of the last B, or W, of a stage in ``reducing_stages``, with reduced gradients as those of ``reduce_program``.
+    """The program of the last B, or W, of a stage in ``reducing_stages``.
 
+    Its reduced gradients are those of ``reduce_program``.
     Of a B its arguments are ``backward_avals``, and the results ``(sums, reduced gradients, norm rows, gradients of
     carry)``. Of a W they are the sums and ``deferred_avals``, and the results ``(sums, reduced gradients, norm rows)``.
     The sums are ``{}`` where reduced gradients overwrite them. Elsewhere nobody reads them: as a result they are added
