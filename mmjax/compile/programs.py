@@ -212,12 +212,12 @@ class Programs:
     def _compiled(self, uses: Sequence[Use]) -> Compiled:
         first = uses[0]
         names = tuple(dict.fromkeys(use.program.name for use in uses))
-        ranks = self._ranks_of(first.program)
+        ranks = self.ranks_of(first.program)
         rows = self._rows(first)
         executable, flops = self.compiler(first.program), self._model_flops(first)
         return Compiled(names, executable, rows, ranks, flops, first, self._routed(first))
 
-    def _ranks_of(self, program: Program) -> tuple[int, ...]:
+    def ranks_of(self, program: Program) -> tuple[int, ...]:
         """Ranks of a program's devices, in its order."""
         mesh = jax.tree.leaves(program.avals)[0].sharding.mesh
         return tuple(self._rank_of[device] for device in mesh.devices.flat)

@@ -114,6 +114,8 @@ class TrainConfig:
             reasons["window"] = f"Train.schedule={self.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
         if not self.eval_samples:
             reasons |= dict.fromkeys(("eval_every", "predictions"), "Train.eval_samples=0 skips evaluation")
+        if self.overlap_grad_reduce is True and self.unroll is False:
+            reasons["overlap_grad_reduce"] = "Train.unroll=False stacks layers, whose gradients are complete together"
         return reasons
 
     def _check_profile_steps(self) -> None:
