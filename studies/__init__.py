@@ -61,7 +61,7 @@ STUDIES = {
     "reductions": Study(
         rows="studies.h100.reductions:rows",
         tables="studies.h100.reductions:tables",
-        doc="A last backward that reduces gradients layer by layer, against two programs, compiled for H100s without one.",
+        doc="A last backward that reduces gradients layer by layer, against two programs, compiled for H100s.",
     ),
     "workloads": Study(
         rows="studies.workloads.report:rows",

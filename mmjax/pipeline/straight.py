@@ -99,6 +99,8 @@ class StraightExecutor(OneProgramExecutor):
         # The last microbatch is apart from the loop: its backward reduces gradients too.
         before, last = jax.tree.map(lambda x: x[:-1], inputs), jax.tree.map(lambda x: x[-1], inputs)
         sums, losses = lax.scan(microbatch, sums, before)
+        # Else its forward could come before the loop, and its residuals would lie in memory meanwhile.
+        sums, last = lax.optimization_barrier((sums, last))
         reduced = dict[str, Any]()
         sums, last_losses = self._microbatch(traced, params, sums, last, seeds, reducing, reduced)
         losses = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), losses, last_losses)
