@@ -67,9 +67,9 @@ def reduction(bindings: tuple[str, ...]) -> Reduction:
     backward = known.weights or known.backward
     assert backward is not None
     parts = (backward, reduce, known.reducing or reducing_program(STAGE, known.functions))
-    executables = [found.compiler(program) for program in parts]
-    works = (_work(found, program, compiled) for program, compiled in zip(parts, executables, strict=True))
-    return Reduction(*works, (executables[0].temporaries, executables[2].temporaries))
+    compiled = [found.compiler(program) for program in parts]
+    alone, reduced, both = (_work(found, *pair) for pair in zip(parts, compiled, strict=True))
+    return Reduction(alone, reduced, both, (compiled[0].temporaries, compiled[2].temporaries))
 
 
 def _work(found: Programs, program: Program, compiled: Executable) -> Work:
