@@ -338,7 +338,7 @@ class _Run(Walker):
             activations = [self.in_transit[carried] for carried in keys.activations]
             return completion_marker((activations or self.losses[keys.place][-1], self.residuals.get(key)))
         gradients = [self.in_transit[carried] for _, carried in keys.gradients] if op.kind == "B" else []
-        return completion_marker((gradients, self.executor.sums.get(keys.place)))
+        return completion_marker((gradients, self.executor.sums.get(keys.place), self.rows.get(op.stage)))
 
     def forward(self, op: Op) -> None:
         keys = self.keys(op)
@@ -401,9 +401,8 @@ class _Run(Walker):
 
     def _reduced_by(self, op: Op, results: tuple[Any, ...]) -> tuple[Any, ...]:
         """Stores the reduced gradients among the results of a ``reducing_program``; returns those after them."""
-        _, grads, self.rows[op.stage], *others = results
-        self.reduced[op.stage] = grads
-        return tuple(others)
+        _, self.reduced[op.stage], self.rows[op.stage], *gradients = results
+        return tuple(gradients)
 
     def prepare(self, op: Op) -> None:
         super().prepare(op)

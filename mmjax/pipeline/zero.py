@@ -30,7 +30,8 @@ SMALL = 1 << 14
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sum of a gradient over ranks, of which each may keep its shard. Inside ``shard_map``; equal ones are equal.
+    """The sum of a gradient over ranks, whole or this rank's shard of it. Inside ``shard_map``; reductions compare by
+    value, as programs need it.
 
     Attributes:
       axes: mesh axes over which the gradient, or its shard, is summed whole.
@@ -162,8 +163,8 @@ class ZeroLeaf:
         shards, summed = shard_axes(self.leaf, axes), self._summed_axes(axes)
         if self.dimension is None:
             return Reduction(summed)
-        others = tuple(axis for axis in summed if axis not in shards)
-        return Reduction(others, shards, self.dimension, self.padding)
+        between_shards = tuple(axis for axis in summed if axis not in shards)
+        return Reduction(between_shards, shards, self.dimension, self.padding)
 
     def sum_shards(self, shard: jax.Array, axes: Axes) -> jax.Array:
         """This rank's shard of the gradient, summed over all tokens, from the shard that is summed over the rank's
