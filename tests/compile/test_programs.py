@@ -287,14 +287,14 @@ def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
 @pytest.mark.compiled
 def test_a_last_backward_hides_its_reduction() -> None:
     """Of four layers all but the first one's reductions lie beside products, in no more memory and without a copy."""
-    sizes = [f"llm/Decoder.{name}" for name in ("layers=4", "width=1024", "heads=8", "mlp=2816", "remat='dots'")]
+    sizes = [f"llm/Decoder.{name}" for name in ("layers=4", "width=2048", "heads=16", "mlp=5632", "remat='dots'")]
     sizes += ["vision/ViT.layers=1", "Data.sequence_length=2048", "llm/Packing.buckets=()", "Train.unroll=True"]
     run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=32", "vision/Layout.rank_offset=4"]
     programs = Programs(load_config([], [*sizes, *run, "llm/Layout.dp=4"]))
     assert "reduce llm.0" not in programs.names
     alone, both = programs.compiled("B llm.0"), programs.compiled("B+reduce llm.0")
     work = both.work()
-    assert work.collectives["reduce-scatter"].count and work.shown < 0.4 * work.seconds["collectives"]
+    assert work.collectives["reduce-scatter"].count and work.shown < 0.5 * work.seconds["collectives"]
     assert work.accumulating == alone.work().accumulating
     assert both.temporary_bytes < 1.05 * alone.temporary_bytes
     counted = forecast(programs, both.use)
