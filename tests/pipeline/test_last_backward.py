@@ -11,6 +11,7 @@ from test_parity import COLOCATED, assert_equal_to_reference
 
 from mmjax.mesh.layout import Layout
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.link_trials import link_trials
 
 APART = Case(
     vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, dp=2), unroll=True, overlap=True, remat="dots", clip_norm=0.7
@@ -85,4 +86,6 @@ def test_training_equals_the_dense_reference(case: Case, kinds: dict[str, str]) 
     if isinstance(executor, Executor):
         assert {stage: op.kind for stage, op in executor.walker.last_ops.items()} == kinds
         assert executor.reduce_programs.keys().isdisjoint(kinds)
+        tried = {trial.name.removesuffix(" reduce") for trial in link_trials(executor) if trial.kind == "reduce"}
+        assert tried.isdisjoint(kinds), "before step 1 these ranks try a sum in place of a reduce"
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
