@@ -119,6 +119,7 @@ def read_work(
         item=_item(recipe),
         options=works,
         joins_microbatches=recipe.data.settings.reorder == "none" and recipe.train.lowering != "single",
+        overlap_grad_reduce=recipe.train.overlap_grad_reduce,
     )
 
 
