@@ -79,7 +79,12 @@ STUDIES = {
 
 
 def rows_of(name: str, options: Mapping[str, str | int | bool]) -> Iterator[Row]:
-    """The rows of a study. options: values of flags, of which it gets those in `Study.options`."""
+    """The rows of a study.
+
+    Args:
+      name: the study.
+      options: values of flags by name; the study gets those in its `Study.options`.
+    """
     return _function(STUDIES[name].rows)(**_options_of(name, options))
 
 
