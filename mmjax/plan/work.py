@@ -118,7 +118,8 @@ def read_work(
         global_batch=recipe.train.global_batch,
         item=_item(recipe),
         options=works,
-        joins_microbatches=recipe.data.settings.reorder == "none" and recipe.train.lowering != "single",
+        joins_microbatches=recipe.train.lowering != "single",
+        overlap_grad_reduce=recipe.train.overlap_grad_reduce,
     )
 
 

@@ -6,7 +6,6 @@ checks against other parts of a recipe, which are called here one after another.
 
 from __future__ import annotations
 
-from mmjax.configurable import require
 from mmjax.models.config import LLM
 from mmjax.pipeline.single.lane_layout import check_one_program
 from mmjax.recipe.best import check_best
@@ -59,9 +58,6 @@ def _check_data(recipe: Recipe) -> None:
         fix = f"{name!r} encodes pictures of records; name some in Data.sources, or leave {name!r} out"
         require(bool(data.sources), "Data.task", data.settings.task, fix)
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
-    for name, layout in model.layouts.items():
-        fix = f"orders single microbatches, and {name}/Layout.microbatches={layout.microbatches}; set it to 'none'"
-        require(not layout.takes_several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
         source.check_axes(name, model.llm.settings.grid_setting)

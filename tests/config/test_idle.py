@@ -45,6 +45,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Train.window": ("2", (), ("Train.schedule='three-phase'",)),
     "Train.eval_every": ("5", ("Train.eval_samples=0",), ()),
     "Train.predictions": ("5", ("Train.eval_samples=0",), ()),
+    "Train.overlap_grad_reduce": ("True", ("Train.unroll=False",), ("Train.unroll=True",)),
     "Train.deterministic": ("True", ("World.platform='cpu'",), ()),
     "World.transport": ("'collective'", ONE, ()),
     "World.route": ("'sliced'", ONE, ()),
