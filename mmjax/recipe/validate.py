@@ -6,6 +6,7 @@ checks against other parts of a recipe, which are called here one after another.
 
 from __future__ import annotations
 
+from mmjax.configurable import require
 from mmjax.models.config import LLM
 from mmjax.pipeline.single.lane_layout import check_one_program
 from mmjax.recipe.best import check_best
