@@ -1,8 +1,9 @@
 """The cost of a step's data for the consumer: batches made in its process, by its workers, and by a server.
 
-A step is one sample of ten 1024x1024 JPEG images at full resolution, about 126 MB of patches. The consumer stands for
-a trainer whose accelerators are busy: between two batches it sleeps longer than a batch takes to be made, so that it
-waits only for delays of preparing, receiving and checking a batch. The server runs on this host too.
+A step is one sample of JPEG images at full resolution: ten of 1024x1024, about 126 MB of patches, and a grid of other
+numbers and sizes. The consumer stands for a trainer whose accelerators are busy: between two batches it sleeps longer
+than a batch takes to be made, so that it waits only for delays of preparing, receiving and checking a batch. The server
+runs on this host too.
 
 Source: Zhang et al., "DistTrain", §2.3 and §7.3, figure 17.
 """
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +35,33 @@ from mmjax.data.loader import StepMaker
 from mmjax.data.service.addresses import TOKEN
 
 BENCH = "data"
-IMAGES, EDGE = 10, 1024
-_FILES = 12
+_FILES = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The images of a sample.
+
+    Attributes:
+      images: their number.
+      edge: pixels of each side.
+    """
+
+    images: int
+    edge: int
+
+    def __str__(self) -> str:
+        return f"{self.images} images of {self.edge}x{self.edge}"
+
+
+SHAPE = Shape(10, 1024)
+GRID = (Shape(8, 512), Shape(16, 512), Shape(8, 1024), Shape(16, 1024))
+"""Numbers and sizes as on the axis of figure 17, whose own are not in the paper's text."""
 
 
 def bench_data(rounds: int) -> Iterator[Row]:
     """Yields rows of the cost of preparing, and of the consumer's wait by each kind of preparation."""
-    with tempfile.TemporaryDirectory(prefix="mmjax-bench-") as temporary:
-        folder = Path(temporary)
-        write_samples(folder)
-        gin_file = folder / "bench.gin"
-        gin_file.write_text(_config(folder))
+    with _dataset(SHAPE) as (folder, gin_file):
         spec = planned_batch_spec(load_config([gin_file]))
         maker = spec.maker()
         yield from _costs(folder, maker, rounds)
@@ -56,9 +73,34 @@ def bench_data(rounds: int) -> Iterator[Row]:
             value = 1e3 * _waits(spec, maker, rounds, servers=address)
         yield Row(bench=BENCH, case="consumer waits: server", value=value, unit="ms/step", target=at_most(5.0))
         yield from _gain(spec, maker, rounds)
+    for shape in GRID:
+        yield from _away_and_here(shape, rounds)
 
 
-def _config(folder: Path) -> str:
+def _away_and_here(shape: Shape, rounds: int) -> Iterator[Row]:
+    """Yields the consumer's wait for samples of a shape, made in its process and by a server."""
+    with _dataset(shape) as (_, gin_file):
+        spec = planned_batch_spec(load_config([gin_file]))
+        maker = spec.maker()
+        value = 1e3 * _waits(spec, maker, rounds, workers=0)
+        yield Row(bench=BENCH, case=f"{shape}, in its process", value=value, unit="ms/step")
+        with _server(gin_file) as address:
+            value = 1e3 * _waits(spec, maker, rounds, servers=address)
+        yield Row(bench=BENCH, case=f"{shape}, server", value=value, unit="ms/step", target=at_most(5.0))
+
+
+@contextmanager
+def _dataset(shape: Shape) -> Iterator[tuple[Path, Path]]:
+    """A temporary folder of samples of a shape, and the configuration that reads them."""
+    with tempfile.TemporaryDirectory(prefix="mmjax-bench-") as temporary:
+        folder = Path(temporary)
+        write_samples(folder, shape)
+        gin_file = folder / "bench.gin"
+        gin_file.write_text(_config(folder, shape))
+        yield folder, gin_file
+
+
+def _config(folder: Path, shape: Shape) -> str:
     merge, patch = 4, 16
     return f"""
 Train.global_batch = 1
@@ -67,31 +109,33 @@ Train.eval_samples = 0
 Data.task = 'folder'
 Data.folder = {str(folder)!r}
 Data.cache = {str(folder / "cache")!r}
-Data.cache = {str(folder / "cache")!r}
-Data.max_pixels = {EDGE * EDGE}
-Data.sequence_length = {IMAGES * (EDGE // (merge * patch)) ** 2 + 100}
+Data.max_pixels = {shape.edge**2}
+Data.sequence_length = {shape.images * (shape.edge // (merge * patch)) ** 2 + 100}
 vision/ViT.patch = {patch}
 vision/ViT.merge = {merge}
 vision/ViT.channels = 3
 """
 
 
-def write_samples(folder: Path) -> None:
-    """JPEG images with structure at every scale, as photographs have it, and samples of ten of them."""
-    random = np.random.default_rng(0)
+def write_samples(folder: Path, shape: Shape = SHAPE) -> None:
+    """JPEG images with structure at every scale, as photographs have it, and samples of some of them."""
+    random, edge = np.random.default_rng(0), shape.edge
     for number in range(_FILES):
-        layers = [random.normal(size=(EDGE >> k, EDGE >> k, 3)) * 2.0**k for k in range(0, 9, 2)]
+        layers = [random.normal(size=(edge >> k, edge >> k, 3)) * 2.0**k for k in range(0, 9, 2)]
         summed = sum(np.kron(layer, np.ones((2 ** (2 * i), 2 ** (2 * i), 1))) for i, layer in enumerate(layers))
         pixels = np.clip(128 + summed * (40 / np.std(summed)), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=85)
     names = [f"{number}.jpg" for number in range(_FILES)]
-    rows = [{"images": (names[k:] + names[:k])[:IMAGES], "question": "what?", "answer": "that"} for k in range(_FILES)]
+    rows = [
+        {"images": (names[k:] + names[:k])[: shape.images], "question": "what?", "answer": "that"}
+        for k in range(_FILES)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _costs(folder: Path, maker: StepMaker, rounds: int) -> Iterator[Row]:
     """Yields processor time of whole batches, and of Pillow's decoding of their images, taken in turn."""
-    files = sorted(folder.glob("*.jpg"))[:IMAGES]
+    files = sorted(folder.glob("*.jpg"))[: SHAPE.images]
     decoding, batches = [], []
     for step in range(rounds):
         begin = time.process_time()
@@ -102,8 +146,8 @@ def _costs(folder: Path, maker: StepMaker, rounds: int) -> Iterator[Row]:
         maker(step)
         decoding.append(decoded - begin)
         batches.append(time.process_time() - decoded)
-    yield Row(bench=BENCH, case="Pillow alone", value=IMAGES / statistics.median(decoding), unit="images/s/core")
-    yield Row(bench=BENCH, case="whole batches", value=IMAGES / statistics.median(batches), unit="images/s/core")
+    yield Row(bench=BENCH, case="Pillow alone", value=SHAPE.images / statistics.median(decoding), unit="images/s/core")
+    yield Row(bench=BENCH, case="whole batches", value=SHAPE.images / statistics.median(batches), unit="images/s/core")
     ratio = statistics.median(pillow / batch for pillow, batch in zip(decoding, batches, strict=True))
     yield Row(bench=BENCH, case="whole batches over Pillow alone", value=ratio, unit="ratio")
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from mmjax.models.flops import parameter_count as parameter_count
     from mmjax.models.graph import MultimodalModel as MultimodalModel
     from mmjax.models.graph import multimodal as multimodal
+    from mmjax.models.latent_encoder.config import LatentEncoderConfig as LatentEncoderConfig
     from mmjax.models.layers import column_parallel as column_parallel
     from mmjax.models.layers import linear as linear
     from mmjax.models.layers import residual_init as residual_init
@@ -139,6 +140,7 @@ __all__ = [
     "EqualHeads",
     "Example",
     "Examples",
+    "LatentEncoderConfig",
     "LatentsConfig",
     "LayerGroup",
     "Layout",
@@ -247,6 +249,7 @@ _NAMES_OF = {
     "mmjax.models.graph": ("MultimodalModel", "multimodal"),
     "mmjax.models.layers": ("column_parallel", "linear", "residual_init", "rotate_2d", "row_parallel"),
     "mmjax.models.llama.config": ("DecoderConfig",),
+    "mmjax.models.latent_encoder.config": ("LatentEncoderConfig",),
     "mmjax.models.lora.config": ("LoraConfig",),
     "mmjax.models.mmdit.config": ("MMDiTConfig",),
     "mmjax.models.module": ("LayerGroup", "Loss", "Module"),

@@ -58,6 +58,11 @@ STUDIES = {
         tables="studies.h100.decoupled:tables",
         doc="An encoder with the cp that the LLM has, and with a layout of its own, compiled for H100s without one.",
     ),
+    "reductions": Study(
+        rows="studies.h100.reductions:rows",
+        tables="studies.h100.reductions:tables",
+        doc="A last backward that reduces gradients layer by layer, against two programs, compiled for H100s.",
+    ),
     "workloads": Study(
         rows="studies.workloads.report:rows",
         tables="studies.workloads.report:tables",
@@ -74,7 +79,12 @@ STUDIES = {
 
 
 def rows_of(name: str, options: Mapping[str, str | int | bool]) -> Iterator[Row]:
-    """The rows of a study. options: values of flags, of which it gets those in `Study.options`."""
+    """The rows of a study.
+
+    Args:
+      name: the study.
+      options: values of flags by name; the study gets those in its `Study.options`.
+    """
     return _function(STUDIES[name].rows)(**_options_of(name, options))
 
 

@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors():
         arguments = list(sys.argv[1:] if argv is None else argv)
         names = [argument for argument in arguments if not argument.startswith("-")]
-        rest = [argument for argument in arguments if argument.startswith("-")]
-        flags = parse_flags(rest, (*FLAGS, *CURVES), USAGE, make_help=_help)
+        flag_arguments = [argument for argument in arguments if argument.startswith("-")]
+        flags = parse_flags(flag_arguments, (*FLAGS, *CURVES), USAGE, make_help=_help)
         for name in names:
             if name not in STUDIES:
                 raise ConfigError(f"study {name!r}: there is none of this name; {suggest(name, STUDIES)}")

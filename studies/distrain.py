@@ -208,7 +208,7 @@ class Case:
             backward=self.backward[GENERATOR], trained=GENERATOR in SETTINGS[self.trained], tp=(1,),
         )  # fmt: skip
         weights = costs.param_bytes + PARAM_BYTES * picture_encoder(self.model.side).parameters
-        return replace(costs, param_bytes=weights, activation_bytes=self.pictures * drawing.kept)
+        return replace(costs, param_bytes=weights, activation_bytes=self.pictures * drawing.kept_bytes)
 
     def step(self, degrees: Mapping[str, Degrees]) -> Step:
         """A layout's step by Eq. 1 and 2; if the LLM's dp does not divide the batch, the last is not full."""
@@ -278,15 +278,20 @@ def best_within(problem: Problem, devices: Mapping[str, int]) -> dict[str, Degre
         paces_P = np.unique([pace for each in options.values() for pace, *_ in each])
         work_P = np.zeros(len(paces_P))
         for each in options.values():
-            stage, least = np.array([one[0] for one in each]), np.minimum.accumulate([one[1] for one in each])
+            stage, least = (
+                np.array([option[0] for option in each]),
+                np.minimum.accumulate([option[1] for option in each]),
+            )
             index_P = np.searchsorted(stage, paces_P, side="right")
             work_P += np.where(index_P > 0, least[index_P - 1], np.inf)
         step_P = work_P + (problem.microbatches(llm_dp) - 1) * paces_P
         at = int(step_P.argmin())
         if step_P[at] < best:
             best = float(step_P[at])
-            fast = {name: [one for one in each if one[0] <= paces_P[at]] for name, each in options.items()}
-            chosen = {name: min(each, key=lambda one: (one[1], one[2].devices))[2] for name, each in fast.items()}
+            fast = {name: [option for option in each if option[0] <= paces_P[at]] for name, each in options.items()}
+            chosen = {
+                name: min(each, key=lambda option: (option[1], option[2].devices))[2] for name, each in fast.items()
+            }
     if not chosen:
         raise ValueError(f"no layout of {', '.join(devices)} fits on {', '.join(map(str, devices.values()))} devices")
     return chosen
@@ -295,12 +300,12 @@ def best_within(problem: Problem, devices: Mapping[str, int]) -> dict[str, Degre
 def _options(grids: Grids, name: str, llm_dp: int, most: int) -> list[tuple[float, float, Degrees]]:
     """(stage seconds, seconds through all stages, layout) of a module on at most so many devices, by stage seconds."""
     rows, depths = grids.rows(name, llm_dp), grids.problem.modules[name].depths
-    found = []
+    options = []
     for tp, dp, work, least in zip(rows.tp, rows.dp, rows.work, rows.least, strict=True) if rows else ():
         for pp in depths:
             if least <= pp <= most // (tp * dp):
-                found.append((float(work / pp), float(work), Degrees(tp=int(tp), dp=int(dp), pp=pp)))
-    return sorted(found, key=lambda one: one[:2])
+                options.append((float(work / pp), float(work), Degrees(tp=int(tp), dp=int(dp), pp=pp)))
+    return sorted(options, key=lambda option: option[:2])
 
 
 def _cases() -> Iterator[Case]:
@@ -318,11 +323,11 @@ def _cases() -> Iterator[Case]:
     ablation = zip(MODELS, (128, 64, 40), ((96, 96, 88), (80, 96, 76), (82, 96, 90)), strict=True)
     for model, batch, devices in list(ablation):
         for trained in SETTINGS:
-            whole = trained == "all"
+            all_trained = trained == "all"
             published = Published(
-                devices=devices if whole else (*devices[:2], 0),
-                throughput=(1.4, 2.7) if whole else (1.2, 2.9),
-                mfu=(1.3, 2.7) if whole else (1.4, 2.9),
+                devices=devices if all_trained else (*devices[:2], 0),
+                throughput=(1.4, 2.7) if all_trained else (1.2, 2.9),
+                mfu=(1.3, 2.7) if all_trained else (1.4, 2.9),
             )
             yield Case(model=model, trained=trained, batch=batch, devices=96, published=published)
 
@@ -342,23 +347,23 @@ def rows() -> Iterator[Row]:
             yield _row(case, f"{name}, throughput, analytic", step.throughput, "samples/s")
             yield _row(case, f"{name}, MFU, analytic", step.mfu * 100, "%")
         yield _row(case, f"devices for {NEARLY:.0%} of the best", case.nearly, "devices")
-        for name, step, others in (
+        for name, step, rivals in (
             ("best", case.best, ("Megatron-LM", "DistMM*")),
             ("best on published devices", case.best_on_published, ("Megatron-LM",)),
         ):
-            for other in others:
-                yield _row(case, f"{name} / {other}, throughput", step.throughput / ways[other].throughput, "ratio")
-                yield _row(case, f"{name} / {other}, MFU", step.mfu / ways[other].mfu, "ratio")
+            for rival in rivals:
+                yield _row(case, f"{name} / {rival}, throughput", step.throughput / ways[rival].throughput, "ratio")
+                yield _row(case, f"{name} / {rival}, MFU", step.mfu / ways[rival].mfu, "ratio")
         fit = case.that_fit
         value = fit.best.throughput / fit.megatron.throughput
         yield _row(case, f"best / Megatron-LM, throughput, {fit.pictures} pictures", value, "ratio")
-        for what, (low, high) in (("throughput", case.published.throughput), ("MFU", case.published.mfu)):
-            yield _row(case, f"DistTrain / Megatron-LM, {what}, published from", low, "ratio")
-            yield _row(case, f"DistTrain / Megatron-LM, {what}, published to", high, "ratio")
+        for quantity, (low, high) in (("throughput", case.published.throughput), ("MFU", case.published.mfu)):
+            yield _row(case, f"DistTrain / Megatron-LM, {quantity}, published from", low, "ratio")
+            yield _row(case, f"DistTrain / Megatron-LM, {quantity}, published to", high, "ratio")
 
 
-def _row(case: Case, what: str, value: float, unit: str) -> Row:
-    return Row(bench="distrain", case=f"{case.name}: {what}", value=value, unit=unit)
+def _row(case: Case, quantity: str, value: float, unit: str) -> Row:
+    return Row(bench="distrain", case=f"{case.name}: {quantity}", value=value, unit=unit)
 
 
 def error(predicted: float, published: tuple[float, float]) -> float:

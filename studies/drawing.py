@@ -87,19 +87,19 @@ class Model:
     @cached_property
     def modules(self) -> dict[str, ModuleSeconds]:
         """Times of its modules."""
-        made, busy = dict[str, tuple[float, float, float]](), dict[str, float]()
+        seconds_by_module, busy = dict[str, tuple[float, float, float]](), dict[str, float]()
         for node in self.estimate.graph.stages:
             seconds = self.estimate.pass_seconds(node.module, self.estimate.parts[node.name])
-            forward, backward, slowest = made.get(node.module, (0.0, 0.0, 0.0))
+            forward, backward, slowest = seconds_by_module.get(node.module, (0.0, 0.0, 0.0))
             slowest = max(slowest, seconds.forward + seconds.backward)
-            made[node.module] = forward + seconds.forward, backward + seconds.backward, slowest
+            seconds_by_module[node.module] = forward + seconds.forward, backward + seconds.backward, slowest
             busy[node.module] = busy.get(node.module, 0.0) + len(node.ranks_of(0)) * (
                 seconds.forward + seconds.backward
             )
         total = sum(busy.values())
         return {
             name: ModuleSeconds(forward=forward, backward=backward, slowest=slowest, share=busy[name] / total)
-            for name, (forward, backward, slowest) in made.items()
+            for name, (forward, backward, slowest) in seconds_by_module.items()
         }
 
 
@@ -197,11 +197,11 @@ def _steps_table(models: tuple[Model, ...]) -> str:
     lines += ["|" + "---|" * 7]
     for model in models:
         candidate = model.estimate.candidate
-        whole = f"{model.estimate.seconds:.3g}, {model.estimate.bubble:.0%}"
+        step = f"{model.estimate.seconds:.3g}, {model.estimate.bubble:.0%}"
         title = f"{model.name}, {candidate.devices} {model.kind.upper()}s"
         for name, module in model.modules.items():
             cells = [title, f"{name}: {candidate.layouts[name].describe()}"]
             cells += [f"{seconds * 1e3:.0f}" for seconds in (module.forward, module.backward, module.slowest)]
-            lines.append(f"| {' | '.join([*cells, f'{module.share:.0%}', whole])} |")
-            title = whole = ""
+            lines.append(f"| {' | '.join([*cells, f'{module.share:.0%}', step])} |")
+            title = step = ""
     return "\n".join(lines)

@@ -29,18 +29,18 @@ class Count:
 
     parameters: int = 0
     flops: int = 0
-    kept: int = 0
+    kept_bytes: int = 0
 
     def product(self, inputs: int, outputs: int, places: int, *, taps: int = 1, bias: bool = True) -> None:
         """A linear layer, or a convolution of so many taps, whose input is `places` wide."""
         self.parameters += inputs * outputs * taps + bias * outputs
         self.flops += 2 * inputs * outputs * taps * places
-        self.kept += BYTES * inputs * places
+        self.kept_bytes += BYTES * inputs * places
 
     def norm(self, width: int, places: int, *, silu: bool = False) -> None:
         """A norm with scale and shift, and the activation after it."""
         self.parameters += 2 * width
-        self.kept += BYTES * width * places * (1 + silu)
+        self.kept_bytes += BYTES * width * places * (1 + silu)
 
     def residual(self, inputs: int, outputs: int, places: int, time: int) -> None:
         """A block of two convolutions; `time` is the width of the time embedding, 0 for none."""
@@ -66,14 +66,14 @@ class Count:
             self.product(width, width, places)
         self.norm(width, places)
         self.product(width, 8 * width, places)
-        self.kept += BYTES * 8 * width * places
+        self.kept_bytes += BYTES * 8 * width * places
         self.product(4 * width, width, places)
         self.product(width, width, places)
 
     def attention(self, width: int, places: int, tokens: int) -> None:
         """Scores and their sums; queries, keys and values are kept."""
         self.flops += 4 * places * tokens * width
-        self.kept += BYTES * width * (places + 2 * tokens)
+        self.kept_bytes += BYTES * width * (places + 2 * tokens)
 
 
 def unet(side: int) -> Count:

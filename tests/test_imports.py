@@ -170,6 +170,10 @@ NAMES_FAMILIES = {
     "mmjax.models.families": "the registry",
     "mmjax.models.pretrained": "folders of Qwen-Image keep the projector in the generator",
     "mmjax.models.projector.weights": "Qwen's folders keep the projector in the tower, or in the generator",
+    **{
+        f"mmjax.models.latent_encoder.{name}": "the encoder of an autoencoder"
+        for name in ("config", "layers", "module", "weights")
+    },
     "mmjax.parity.shrink": "smaller settings of each family",
     "mmjax.assembly.latents": "pictures of a generator's latents",
     "mmjax.assembly.vocoders": "waveforms of a generator's frames",
@@ -188,7 +192,10 @@ NAMES_FAMILIES = {
 def test_families_are_named_in_their_folders_and_in_the_registry() -> None:
     folders = {
         f"mmjax.models.{name}"
-        for name in ("autoencoder", "dit", "llama", "mmdit", "temporal", "unet", "vit", "vocoder", "whisper")
+        for name in (
+            *("autoencoder", "dit", "latent_encoder", "llama", "mmdit", "temporal", "unet", "vit", "vocoder"),
+            "whisper",
+        )
     }
     importing = {
         name

@@ -22,12 +22,12 @@ from mmjax.recipe import Recipe
 LAYOUTS = {
     "llava15": {"vision": Layout(rank_offset=7), "llm": Layout(pp=7)},
     "llava15_homogeneous": {"vision": Layout(dp=4), "llm": Layout(dp=4, pp=2, chunks=4)},
-    "llava15_colocated": {"vision": Layout(tp=2, dp=4), "llm": Layout(pp=2, dp=4)},
+    "llava15_colocated": {"vision": Layout(dp=4, lanes=2), "llm": Layout(dp=4, pp=2, chunks=4)},
 }
 RUNS = {
     "llava15": (48, "zb-h1", 0.25),
     "llava15_homogeneous": (12, "interleaved", 0.12),
-    "llava15_colocated": (12, "three-phase", 0.17),
+    "llava15_colocated": (12, "three-phase", 0.05),
 }
 
 
@@ -41,7 +41,7 @@ def test_the_variants_differ_in_what_is_planned_alone(name: str) -> None:
     assert config.model.layouts == LAYOUTS[name] and config.devices == 8
     assert (config.train.microbatches, config.train.schedule) == RUNS[name][:2]
     assert dataclasses.replace(config, model=config.model.with_layouts(first.model.layouts), train=first.train) == first
-    planned = {"microbatches": first.train.microbatches, "schedule": first.train.schedule}
+    planned = {field: getattr(first.train, field) for field in ("microbatches", "schedule", "inner")}
     assert dataclasses.replace(config.train, **planned) == first.train
 
 

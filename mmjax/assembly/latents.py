@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mmjax.configurable import ConfigError, require
 from mmjax.data.config import LatentsConfig
 from mmjax.data.latents import Description, folder_of
-from mmjax.data.types import BLANK, EncoderSpec, Sample
+from mmjax.data.types import BLANK, ENCODED, EncoderSpec, Sample
 from mmjax.models.autoencoder.weights import settings as settings_of
 from mmjax.recipe import Recipe
 from mmjax.weights.folder import read_config
@@ -31,7 +31,7 @@ def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> Encode
     Raises:
       ConfigError: the folder of latents, or of their autoencoder, cannot be read, or has other channels.
     """
-    if not (latents.path or latents.autoencoder):
+    if spec.latents == ENCODED or not (latents.path or latents.autoencoder):
         return spec
     try:
         if latents.path in ("", BLANK):
@@ -48,21 +48,46 @@ def with_latents(spec: EncoderSpec, name: str, latents: LatentsConfig) -> Encode
     return replace(spec, latents=folder, factor=factor)
 
 
+def encoded_in_step(specs: Mapping[str, EncoderSpec], encoder: str, generator: str) -> dict[str, EncoderSpec]:
+    """The specs of an encoder of latents, and of the generator whose pictures it encodes in the step, by name.
+
+    Args:
+      specs: specs by name, of at least these two.
+      encoder: the encoder's name.
+      generator: the generator's name.
+    """
+    of_encoder, of_generator = specs[encoder], specs[generator]
+    pictures = replace(
+        of_encoder,
+        merge=of_generator.block,
+        drawn=True,
+        references=of_generator.references,
+        bounded_by=f"{encoder}/{of_encoder.bounded_by}",
+    )
+    encoded = {"latents": ENCODED, "pictures": pictures, "encoder": encoder, "factor": of_encoder.patch}
+    return {encoder: replace(of_encoder, encodes=generator), generator: replace(of_generator, **encoded)}
+
+
 @dataclass(frozen=True)
 class Decoders:
     """Makes pictures of the latents that generators draw.
 
     Attributes:
       folders: the folder of the autoencoder of each generator of latents, by its name; "" where it is not known.
+      encoders: the module that makes latents in the step, by the generator's name; it has the pictures of samples.
     """
 
     folders: Mapping[str, str]
+    encoders: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Decoders:
         """The decoders of a run's generators."""
-        nodes = recipe.model.nodes.items()
-        return cls({name: node.latents.autoencoder for name, node in nodes if node.latents != LatentsConfig()})
+        model = recipe.model
+        encoders = {name: encoder for name in model.generators if (encoder := model.encoder_of(name))}
+        latents = {name: node.latents for name, node in model.nodes.items()}
+        names = [name for name in model if latents[name] != LatentsConfig() or name in encoders]
+        return cls({name: latents[name].autoencoder for name in names}, encoders)
 
     def require_known(self) -> None:
         """Raises ``ConfigError`` unless the autoencoder of every generator of latents is known."""
@@ -83,6 +108,8 @@ class Decoders:
     def with_latents(self, sample: Sample) -> Sample:
         """A prompt with latents in place of the pixels of pictures that others are made from.
 
+        Those that a module makes in the step stay.
+
         Raises:
           ConfigError: the folder of an autoencoder cannot be read.
         """
@@ -91,8 +118,9 @@ class Decoders:
             vae = _autoencoder(self.folders[name])
             return tuple(vae.latents(picture[None])[0] for picture in pictures)
 
+        decoded = self.folders.keys() - self.encoders.keys()
         references = {
-            name: tuple(latents(name, pictures) for pictures in of_media) if name in self.folders else of_media
+            name: tuple(latents(name, pictures) for pictures in of_media) if name in decoded else of_media
             for name, of_media in sample.references.items()
         }
         return replace(sample, references=references)
@@ -112,7 +140,16 @@ class Decoders:
             known = {name: arrays for name, arrays in media.items() if name not in unknown}
             return {name: tuple(self.picture(name, array) for array in arrays) for name, arrays in known.items()}
 
-        return [replace(sample, media=pictures(sample.media)) for sample in samples], [*map(pictures, drawings)]
+        def of_sample(sample: Sample) -> Sample:
+            media, known = dict(sample.media), dict[str, tuple[np.ndarray, ...]]()
+            for name, encoder in self.encoders.items():
+                encoded, latents = media.pop(encoder, ()), media.pop(name, ())
+                counts = [1 + len(of) for of in sample.references.get(name) or ((),) * len(latents)]
+                firsts = [sum(counts[:number]) for number in range(len(counts))]
+                known |= {name: tuple(encoded[first] for first in firsts)} if latents else {}
+            return replace(sample, media={**pictures(media), **known})
+
+        return [*map(of_sample, samples)], [*map(pictures, drawings)]
 
 
 @functools.lru_cache(maxsize=2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mmjax.assembly.latents import with_latents
+from mmjax.assembly.latents import encoded_in_step, with_latents
 from mmjax.configurable import require, suggest
 from mmjax.data.buckets import per_cell
 from mmjax.data.derived import with_media
@@ -63,7 +63,8 @@ def _edge(model: ModelSpec, edge: EdgeSpec) -> Edge:
     of_graph = edge_between(edge.source, edge.target, projector.settings if projector else ProjectorConfig())
     if settings.inject:
         of_graph = replace(of_graph, inject=settings.inject, levels=settings.levels)
-    return replace(of_graph, index=settings.index or of_graph.index)
+    latents = model[edge.source].makes_latents
+    return replace(of_graph, index=settings.index or of_graph.index, latents=latents)
 
 
 def build_modules(recipe: Recipe) -> dict[str, Any]:
@@ -199,8 +200,13 @@ def packed_specs(recipe: Recipe) -> dict[str, EncoderSpec]:
     model, cells = recipe.model, cell_count(recipe.model.layouts.values())
     modules, projectors = build_modules(recipe), model.projectors
     names = dict.fromkeys((*model.media, *model.encoders, *model.talkers))
-    media = {name: spec_of(modules[name].medium, projectors[name].settings) for name in names}
+    media = {
+        name: spec_of(modules[name].medium, projectors[name].settings) if name in projectors else modules[name].medium
+        for name in names
+    }
     indices = {(edge.source, edge.target): edge.settings.index for edge in model.flows}
+    for name in model.latent_encoders:
+        media |= encoded_in_step(media, name, *model.targets(name))
     return {
         name: replace(
             with_latents(spec, name, model[name].latents),

@@ -69,6 +69,7 @@ def place_model(recipe: Recipe, packer: Packer, tokenizer: Tokenizer, world: Wor
         route=recipe.world.route,
         offloads=recipe.model.offloads,
         microbatches=op_microbatches(recipe.train, recipe.model.layouts),
+        overlap_grad_reduce=recipe.train.overlap_grad_reduce is True,
     )
     placed = PlacedModel(model, recipe.model.layouts, world, settings)
     samples = recipe.train.global_batch // recipe.train.microbatches

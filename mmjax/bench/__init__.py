@@ -104,7 +104,7 @@ BENCHES = {
     ),
     "data": Bench(
         where="benchmarks.data:bench_data",
-        doc="What a consumer waits for a step of ten large images: made in its process, by workers, by a server.",
+        doc="What a consumer waits for a step of large images: made in its process, by workers, by a server.",
     ),
     "data-plans": Bench(
         where="benchmarks.data_plans:bench_data_plans",

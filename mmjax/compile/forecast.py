@@ -12,9 +12,10 @@ import jax
 
 from mmjax.compile.programs import Programs, Use
 from mmjax.mesh.spmd import Program
+from mmjax.pipeline.last_backward import REDUCING
 from mmjax.pipeline.memory import reduce_temporaries, shard_bytes
 
-FORECAST = ("F", "B", "W", "reduce", "update")
+FORECAST = ("F", "B", "W", *REDUCING.values(), "reduce", "update")
 """Kinds of programs whose temporaries a dry run counts."""
 
 

@@ -25,6 +25,7 @@ from mmjax.mesh.shared_out import SharedOut
 from mmjax.mesh.spmd import Program
 from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.last_backward import kind_of_op
 from mmjax.pipeline.ties import Tie
 from mmjax.pipeline.walker import Signature
 from mmjax.recipe import Recipe
@@ -39,7 +40,8 @@ class Use:
 
     Attributes:
       program: the program.
-      kind: the kind of its op, such as "F" or "unpack"; `STEP` for a program that is a step.
+      kind: the kind of its op, such as "F" or "unpack"; "B+reduce" and "W+reduce" for those of last ops that reduce
+        gradients too (see `last_backward`); `STEP` for a program that is a step.
       name: the stage or edge of the op.
       backward: the direction of an edge's op.
       signature: the buckets whose microbatches it is for; None for all.
@@ -210,12 +212,12 @@ class Programs:
     def _compiled(self, uses: Sequence[Use]) -> Compiled:
         first = uses[0]
         names = tuple(dict.fromkeys(use.program.name for use in uses))
-        ranks = self._ranks_of(first.program)
+        ranks = self.ranks_of(first.program)
         rows = self._rows(first)
         executable, flops = self.compiler(first.program), self._model_flops(first)
         return Compiled(names, executable, rows, ranks, flops, first, self._routed(first))
 
-    def _ranks_of(self, program: Program) -> tuple[int, ...]:
+    def ranks_of(self, program: Program) -> tuple[int, ...]:
         """Ranks of a program's devices, in its order."""
         mesh = jax.tree.leaves(program.avals)[0].sharding.mesh
         return tuple(self._rank_of[device] for device in mesh.devices.flat)
@@ -251,7 +253,8 @@ class Programs:
             step_flops = sum((flops[letter] for flops in by_place for letter in "FBW"), start=ModelFlops())
             return step_flops.times(self.recipe.train.microbatches)
         flops, split = by_place[0], self.assembly.schedule.graph.stage(use.name).split
-        return flops["B"] + flops["W"] if use.kind == "B" and not split else flops[use.kind]
+        kind = kind_of_op(use.kind)
+        return flops["B"] + flops["W"] if kind == "B" and not split else flops[kind]
 
 
 def _transfer_uses(both: Boundary | SharedOut | Tie, edge: str, signature: Signature | None) -> Iterator[Use]:

@@ -21,9 +21,11 @@ from mmjax.mesh import gpu
 from mmjax.mesh.transfer import MovedTransfer
 from mmjax.mesh.world import Device, World
 from mmjax.pipeline.executor import Executor
+from mmjax.pipeline.last_backward import REDUCING, kind_of_op
 from mmjax.pipeline.memory import count_state_bytes, memory_by_stage, shard_bytes
 from mmjax.pipeline.peak import fullest
 from mmjax.pipeline.walker import Signature
+from mmjax.schedule.ops import Op
 from mmjax.schedule.simulate import CostKey, Costs, Timeline, simulate
 
 KINDS = ("parameters", "optimizer", "gradients", "residuals", "received", "inputs", "boundaries", "temporaries")
@@ -132,7 +134,19 @@ class Step:
             for key, known in by_signature
             if known == signature
         }
+        for use in self.programs.uses:
+            if use.kind not in REDUCING.values():
+                continue
+            last = self._last_op(use)
+            if self._signatures[last.microbatch] == use.signature:
+                overrides[last.kind, use.name, False, last.microbatch] = self._seconds(use, rates, hidden=hidden)
         return Costs(seconds=seconds, overrides=overrides)
+
+    def _last_op(self, use: Use) -> Op:
+        """The op of a step that runs a program which reduces gradients too."""
+        executor = self._parts.executor
+        assert isinstance(executor, Executor)
+        return executor.walker.last_ops[use.name]
 
     def _moves(self, rates: Rates) -> dict[tuple[CostKey, Signature | None], float]:
         """Seconds of ops without a program: direct copies between devices, and copies to the host."""
@@ -203,7 +217,7 @@ class Step:
             return self._one_program(limit)
         temporaries: dict[tuple[str, str], int] = defaultdict(int)
         for use in self.programs.uses:
-            key = use.kind, use.name
+            key = kind_of_op(use.kind), use.name
             temporaries[key] = max(temporaries[key], self.programs.executable(use).temporaries)
         placed, schedule, shapes = self._parts.placed, self._parts.schedule, list(self._parts.shapes.values())
         peak = fullest(placed, schedule, shapes, temporaries)
@@ -223,7 +237,7 @@ class Step:
         stages = self._parts.placed.stages
         buffers_by_program: list[tuple[str, Buffer]] = []
         for use in self.programs.uses:
-            if use.kind == letter and use.name in stages and rank in stages[use.name].submesh.ranks:
+            if kind_of_op(use.kind) == letter and use.name in stages and rank in stages[use.name].submesh.ranks:
                 buffers = self.programs.executable(use).buffers
                 buffers_by_program += [(use.program.name, buffer) for buffer in buffers if buffer.kind == role]
         program, buffer = max(

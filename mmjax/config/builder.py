@@ -91,7 +91,7 @@ class ConfigBuilder:
         tokens = data_settings(self._values(DataConfig, ""), folders.of_settings(LLM), model.weights, weights)
         data = self._build(DataConfig, "", tokens)
         nodes = {
-            name: self._node(name, kind, role, lora=loras[name], data=data, folders=folders)
+            name: self._node(model, name, kind, role, lora=loras[name], data=data, folders=folders)
             for name, kind, role in model.roles
         }
         image_folder = folders.of_settings(data.image_encoder) if data.image_encoder in weights else ""
@@ -134,7 +134,15 @@ class ConfigBuilder:
         return ConfigError(f"{message} ({binding.where})" if binding else message)
 
     def _node(
-        self, name: str, kind: str, role: Role, *, lora: LoraConfig, data: DataConfig, folders: _Folders
+        self,
+        model: ModelConfig,
+        name: str,
+        kind: str,
+        role: Role,
+        *,
+        lora: LoraConfig,
+        data: DataConfig,
+        folders: _Folders,
     ) -> ModuleSpec:
         """A node of the model; folders of weights decide some of its settings."""
         family = family_of(family_setting(name, role), kind, role)
@@ -148,10 +156,10 @@ class ConfigBuilder:
             layout=self._build(Layout, name),
             optimizer=self._optimizer(name, folders.of_parameters(name), family, settings),
             weights=folders.weights[name],
-            projector=None if role == "llm" else self._projector(name, data, folders),
+            projector=None if name not in model.media else self._projector(name, data, folders),
             lora=self._adapters(name, adapters, folders),
             packing=self._build(PackingConfig, name),
-            latents=self._latents(name, folders) if role == "generator" else LatentsConfig(),
+            latents=self._latents(model, name, folders) if role == "generator" else LatentsConfig(),
             vocoder=self._build(VocoderConfig, name) if role == "generator" else VocoderConfig(),
             offload=self._build(OffloadConfig, name),
             callbacks=self._build(CallbacksConfig, name),
@@ -166,10 +174,12 @@ class ConfigBuilder:
             raise self.located(error, part) from None
         return weights
 
-    def _latents(self, name: str, folders: _Folders) -> LatentsConfig:
-        """The latents of a generator; its pipeline's folder has their autoencoder."""
-        pipeline = folders.weights[name].pipeline
-        return self._build(LatentsConfig, name, {"autoencoder": pipeline.autoencoder_folder} if pipeline else {})
+    def _latents(self, model: ModelConfig, name: str, folders: _Folders) -> LatentsConfig:
+        """The latents of a generator, with the autoencoder of its encoder of latents, or of its pipeline."""
+        pipeline, sources = folders.weights[name].pipeline, [e.source for e in model.flows if e.target == name]
+        paths = [folders.weights[source].path for source in sources if source in model.latent_encoders]
+        folder = next(filter(None, paths), pipeline.autoencoder_folder if pipeline else "")
+        return self._build(LatentsConfig, name, {"autoencoder": folder} if folder else {})
 
     def _edges(self, model: ModelConfig) -> tuple[EdgeSpec, ...]:
         """The edges of the model; () for a star without settings."""
@@ -241,11 +251,11 @@ class ConfigBuilder:
 
     def _optimizer(self, name: str, folder: str, family: Family, settings: Any) -> OptimizerConfig:
         """The optimizer of a module. A frozen module keeps the dtype of the tensors in its folder of weights."""
-        optimizer = self._build(OptimizerConfig, name)
+        optimizer = self._build(OptimizerConfig, name, {"frozen": True} if family.medium == "drawing" else {})
         if not (optimizer.frozen and folder) or "frozen_dtype" in self._values(OptimizerConfig, name):
             return optimizer
         dtype = stored_dtype(folder, family, settings)
-        return self._build(OptimizerConfig, name, {"frozen_dtype": dtype}) if dtype else optimizer
+        return dataclasses.replace(optimizer, frozen_dtype=dtype) if dtype else optimizer
 
     def _source(self, name: str, data: DataConfig, folder: str, *, has_times: bool) -> SourceConfig:
         """A dataset. The tokenizer's folder decides its template, the image encoder's folder its image rules.

@@ -39,7 +39,12 @@ def scopes_of(model: ModelConfig, data: DataConfig, adapted: Iterable[str] = ())
         scopes[family.config] = ()
     for name, family in model.families:
         scopes[family.config] = (*scopes.get(family.config, ()), name)
-    scopes |= {ProjectorConfig: media, PackingConfig: (*media, LLM), Layout: modules, OffloadConfig: modules}
+    scopes |= {
+        ProjectorConfig: media,
+        PackingConfig: (*media, *model.latent_encoders, LLM),
+        Layout: modules,
+        OffloadConfig: modules,
+    }
     scopes[LatentsConfig] = scopes[VocoderConfig] = tuple(model.generators)
     scopes[EdgeConfig] = tuple(edge.name for edge in model.flows)
     scopes[CallbacksConfig] = scopes[LoraConfig] = modules

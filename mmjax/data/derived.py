@@ -1,7 +1,9 @@
-"""Encoders of other encoders' tokens: their segments, which follow from the media that the first encoder sees.
+"""Encoders whose media follow from those of other modules.
 
-Such an encoder has a segment for each sample with media: the tokens of all of these, one medium after another. Its
-tokens take the places of the media in the text, one for each token that it reads.
+An encoder of latents sees the pictures that a generator learns to make, and behind each those that it is made from.
+
+An encoder of another encoder's tokens has a segment for each sample with media: the tokens of all of these, one medium
+after another. Its tokens take the places of the media in the text, one for each token that it reads.
 
 Legend: N tokens of a segment.
 """
@@ -24,9 +26,9 @@ MEDIA_RULES = Rules.parse("all sees all before; all sees all in item")
 def with_media(specs: Mapping[str, EncoderSpec]) -> dict[str, EncoderSpec]:
     """The specs of encoders and generators that have media of their own, in their order.
 
-    Left out are encoders that read other encoders' tokens. specs: by name, {"vision": EncoderSpec(…)}.
+    Left out are those whose media follow from other modules'. specs: by name, {"vision": EncoderSpec(…)}.
     """
-    return {name: spec for name, spec in specs.items() if not spec.derived}
+    return {name: spec for name, spec in specs.items() if not spec.follows}
 
 
 def in_text(specs: Mapping[str, EncoderSpec]) -> dict[str, EncoderSpec]:
@@ -64,13 +66,26 @@ def completed(meta: SampleMeta, specs: Mapping[str, EncoderSpec]) -> SampleMeta:
     ``grids["resampler"]`` is ((128,),) for two images of 64 tokens. A sample without media of the first encoder gets
     none.
 
+    Media of an encoder of latents are in pixels of latents, on its canvases.
+
     specs: all encoders and generators by name, {"vision": EncoderSpec(…), "resampler": EncoderSpec(…)}.
     """
-    grids = dict(meta.grids)
+    grids, canvases = dict(meta.grids), dict(meta.canvases)
     for name, spec in specs.items():
         if spec.derived and name not in grids and (media := meta.grids.get(first := first_encoder(specs, name))):
             grids[name] = ((sum(token_counts(specs[first], media)),),)
-    return meta if len(grids) == len(meta.grids) else replace(meta, grids=grids)
+        if spec.encodes in meta.grids and name not in grids:
+            grids[name] = _encoded(meta, spec.encodes, specs[spec.encodes].patch)
+            canvases[name] = tuple(map(spec.canvas, grids[name]))
+    return meta if len(grids) == len(meta.grids) else replace(meta, grids=grids, canvases=canvases)
+
+
+def _encoded(meta: SampleMeta, generator: str, patch: int) -> tuple[tuple[int, ...], ...]:
+    """Sides in pixels of latents of the pictures that an encoder of latents sees, of a generator's patches."""
+    drawn = meta.grids[generator]
+    references = meta.references.get(generator, ((),) * len(drawn))
+    grids = (grid for medium, behind in zip(drawn, references, strict=True) for grid in (medium, *behind))
+    return tuple(tuple(side * patch for side in grid) for grid in grids)
 
 
 def completed_worst(worst: WorstCase, specs: Mapping[str, EncoderSpec]) -> WorstCase:
@@ -87,6 +102,10 @@ def completed_worst(worst: WorstCase, specs: Mapping[str, EncoderSpec]) -> Worst
         if spec.derived and (first := first_encoder(specs, name)) in worst.media:
             media[name], sides[name] = 1, worst.media[first]
             patches[name] = worst.media[first] * (worst.patches[first] // specs[first].patches_per_token)
+        if spec.encodes in worst.media:
+            generator = specs[spec.encodes]
+            media[name] = worst.media[spec.encodes] * (1 + generator.references)
+            patches[name] = worst.patches[spec.encodes] * generator.patch**2
     return replace(worst, media=media, patches=patches, sides=sides)
 
 

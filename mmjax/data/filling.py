@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from mmjax.data.patches import (
     patch_inputs,
     patch_places,
     patch_shapes,
+    picture_places,
     reference_patches,
 )
 from mmjax.data.plan import MicrobatchPlan
@@ -252,12 +254,18 @@ class Filling:
                         patches_NE = reference_patches(samples[sample], name, number, spec)
                         behind = slice(prod(grid), prod(grid) + len(patches_NE))
                         _write(opened["patches"], place[0], behind, patches_NE)
+                        if spec.encoder:
+                            _write(opened["latent_shares"], place[0], behind, (1, 0))
         arrays |= opened
         for pointer in (pointer for pointer in self.pointers if pointer.module == name):
             cells = sorted(self._pointing_cells(pointer, process_rows))
-            shape = lead[0], spec.queries or width // spec.patches_per_token
+            of_latents = pointer.source == spec.encoder
+            tokens = (lead[0], spec.queries or width // spec.patches_per_token)
+            shape = (*of_media, spec.patch**spec.axes) if of_latents else tokens
             arrays[pointer.name] = index = PartialArray.full(cells, shape, plan.cells, value=-1)
-            if spec.derived:
+            if of_latents:
+                self._index_latents(name, plan, index)
+            elif spec.derived:
                 self._index_media(name, pointer.source, plan, index)
             elif pointer.source == "llm":
                 self._index(name, plan, samples, index)
@@ -317,6 +325,29 @@ class Filling:
             segments = zip(plan.media(name, cell), plan.encoders[name].places[cell], strict=True)
             for (sample, _, (count,)), (row, start) in segments:
                 _write(out, cell * rows + row, slice(start, start + count), np.asarray(tokens_of[sample], np.int32))
+
+    def _index_latents(self, name: str, plan: MicrobatchPlan, out: PartialArray) -> None:
+        """Writes into `out` [R, T, P**2] the places of a latent's pixels, for each patch of the generator `name`.
+
+        Patches are those of pictures that it makes, and of references behind them.
+        """
+        spec, part = self.encoders[name], plan.encoders[name]
+        encoder, bucket = self.encoders[spec.encoder], spec.buckets[part.bucket]
+        width = encoder.buckets[plan.encoders[spec.encoder].bucket][1]
+        (canvas,) = (canvas for canvas in encoder.canvases if prod(canvas) == width)
+        for cell in range(plan.cells):
+            media = zip(plan.media(spec.encoder, cell), plan.encoders[spec.encoder].places[cell], strict=True)
+            for (sample, number, grid), (row, start) in zip(plan.media(name, cell), part.places[cell], strict=True):
+                references = len(plan.metas[sample].references.get(name, ((),) * (number + 1))[number])
+                first, *behind = [
+                    picture_places((encoder_row * width + canvas_places(sides, canvas)).reshape(sides), spec)
+                    for (_, _, sides), (encoder_row, _) in islice(media, 1 + references)
+                ]
+                row += cell * bucket[0]
+                _write(out, row, media_places(spec, bucket, grid, start), first)
+                if behind:
+                    after = np.concatenate(behind)
+                    _write(out, row, slice(len(first), len(first) + len(after)), after)
 
     def _index_nearest(
         self, name: str, source: str, plan: MicrobatchPlan, samples: Mapping[int, Sample], out: PartialArray

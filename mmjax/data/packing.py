@@ -206,7 +206,7 @@ class Packer:
 
     def completed(self, metas: Sequence[SampleMeta]) -> list[SampleMeta]:
         """The metadata with the segments of encoders that read other encoders' tokens; see `derived.completed`."""
-        derives = any(spec.derived for spec in self.encoders.values())
+        derives = any(spec.follows for spec in self.encoders.values())
         return [completed(meta, self.encoders) for meta in metas] if derives else list(metas)
 
     def _cuts(self, metas: Sequence[SampleMeta]) -> tuple[int, list[Sequence[SampleMeta]]]:

@@ -6,11 +6,12 @@ Legend: N patches of one medium, E numbers in a patch, A axes of a medium.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from mmjax.data.types import EncoderSpec, Sample
+from mmjax.data.types import ENCODED, EncoderSpec, Sample
 
 BEGIN, END, FIRST_CODE = 0, 1, 2
 """Codes before the first one of a sequence, and behind its last one; and the first that stands for something."""
@@ -86,16 +87,19 @@ def patch_shapes(spec: EncoderSpec) -> dict[str, tuple[int, ...]]:
 
     E is `spec.patch_values`. A generator also has "targets" (E,), "times" () and "weights" (), of recordings (P,), one
     for each frame of a patch. One of codes has
-    "tokens", "targets" and "weights" alone, all (), of which the first two are int32 (see `input_dtype`).
+    "tokens", "targets" and "weights" alone, all (), of which the first two are int32 (see `input_dtype`). One whose
+    latents are encoded in the step has "latent_noise" (E,) and "latent_shares" (2,) too, see `patch_inputs`.
     """
     if spec.codes:
         return {"tokens": (), "targets": (), "weights": ()}
     values = (spec.patch_values,)
+    latents: dict[str, tuple[int, ...]] = {"latent_noise": values, "latent_shares": (2,)}
     drawn: dict[str, tuple[int, ...]] = {
         "targets": values,
         "times": (),
         "weights": (spec.patch,) if spec.sounds else (),
     }
+    drawn |= latents if spec.latents == ENCODED else {}
     return {"patches": values} | (drawn if spec.drawn else {})
 
 
@@ -124,11 +128,20 @@ def code_inputs(codes_N1: np.ndarray, spec: EncoderSpec) -> dict[str, np.ndarray
 def reference_patches(sample: Sample, name: str, number: int, spec: EncoderSpec) -> np.ndarray:
     """Patches [N, E] float32 of the pictures that medium `number` of generator `name` is made from, one behind another.
 
-    spec: of `name`; it has `references`.
+    They are 0 where latents are encoded in the step. spec: of `name`; it has `references`.
     """
     pictures = sample.references[name][number] if name in sample.references else ()
     none = np.zeros((0, spec.patch_values), np.float32)
-    return np.concatenate([none, *(patchify(picture, spec)[0] for picture in pictures)])
+    patches_NE = np.concatenate([none, *(patchify(picture, spec)[0] for picture in pictures)])
+    return np.zeros_like(patches_NE) if spec.encoder else patches_NE
+
+
+def picture_places(places: np.ndarray, spec: EncoderSpec) -> np.ndarray:
+    """Places int32 [N, P**2], one for each pixel of a latent, in the order of its patches and of pixels in a patch.
+
+    places: int [h, w] of the latent's pixels, such as places of a canvas below 2**24. spec: of the generator.
+    """
+    return patchify(places[..., None].astype(np.float32), replace(spec, channels=1))[0].astype(np.int32)
 
 
 def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> dict[str, np.ndarray]:
@@ -136,8 +149,11 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
 
     A generator has the "patches", "targets", "times" [N] and "weights" [N] of its noise process; those of a flow are
     (1 - t) x + t noise, noise - x, t and 1; of recordings "weights" [N, P] are 0 behind the end. If the sample has no
-    noise for it, all are 0, also the weights. All are float32. One of codes has the inputs of `code_inputs`. spec: of
-    `name`.
+    noise for it, all are 0, also the weights. Where latents are encoded in the step, the medium is the noise with which
+    they will be drawn, "latent_noise" [N, E]; "patches" and "targets" are those of a medium of zeros, to which the
+    latent is to be added, times "latent_shares" [N, 2]. All are float32. One of codes has the inputs of `code_inputs`.
+
+    spec: of `name`.
     """
     medium = sample.media[name][number]
     if spec.codes:
@@ -151,10 +167,14 @@ def patch_inputs(sample: Sample, name: str, number: int, spec: EncoderSpec) -> d
     if name not in sample.noise:
         return {key: np.zeros((len(patches_NE), *shape), np.float32) for key, shape in patch_shapes(spec).items()}
     noise_NE, time = patchify(_whole(sample.noise[name][number], spec), spec)[0], sample.times[name][number]
-    process = spec.process
+    process, x_NE, encoded = spec.process, patches_NE, dict[str, np.ndarray]()
+    if spec.latents == ENCODED:
+        x_NE, shares = np.zeros_like(patches_NE), np.array(process.medium_shares(time), np.float32)
+        encoded = {"latent_noise": patches_NE, "latent_shares": np.tile(shares, (len(patches_NE), 1))}
     return {
-        "patches": process.mixture(patches_NE, noise_NE, time),
-        "targets": process.target(patches_NE, noise_NE, time),
+        **encoded,
+        "patches": process.mixture(x_NE, noise_NE, time),
+        "targets": process.target(x_NE, noise_NE, time),
         "times": np.full(len(patches_NE), time, np.float32),
         "weights": process.weight(time) * weights,
     }

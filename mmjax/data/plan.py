@@ -15,7 +15,7 @@ from mmjax.data.send_lists import send_list
 from mmjax.data.split import Pointers
 from mmjax.data.types import Microbatch, SampleMeta, StepBatch
 
-OPENED = ("patches", "tokens", "targets", "times", "weights")
+OPENED = ("patches", "tokens", "targets", "times", "weights", "latent_noise", "latent_shares")
 """Inputs of an encoder or a generator that need its media opened (see `patch_shapes`)."""
 
 

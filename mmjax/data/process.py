@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ PREDICTIONS: Mapping[str, tuple[str, ...]] = {"flow": ("velocity",), "ddpm": ("n
 """What a model may learn, by kind of process."""
 TIMES = ("uniform", "logit_normal")
 BETAS = ("scaled_linear", "linear", "squaredcos_cap_v2")
+Values = TypeVar("Values", np.ndarray, np.float32)
 _MOST_BETA = 0.999
 """The largest beta of "squaredcos_cap_v2" (Nichol and Dhariwal 2021, "Improved DDPM", §3.2)."""
 
@@ -180,12 +182,12 @@ class Process(ProcessSettings):
         signal = 0.0 if time >= self.train_steps else float(self.signal_shares[int(time)])
         return np.float32(math.sqrt(signal)), np.float32(math.sqrt(1 - signal))
 
-    def mixture(self, x: np.ndarray, noise: np.ndarray, time: float) -> np.ndarray:
+    def mixture(self, x: Values, noise: Values, time: float) -> Values:
         """The medium ``x`` with noise of its shape mixed into it."""
         of_x, of_noise = self.shares(time)
         return of_x * x + of_noise * noise
 
-    def target(self, x: np.ndarray, noise: np.ndarray, time: float) -> np.ndarray:
+    def target(self, x: Values, noise: Values, time: float) -> Values:
         """The right prediction for the mixture, of the shape of ``x``."""
         if self.prediction == "velocity":
             return noise - x
@@ -193,6 +195,11 @@ class Process(ProcessSettings):
             of_x, of_noise = self.shares(time)
             return of_x * noise - of_noise * x
         return noise if self.prediction == "noise" else x
+
+    def medium_shares(self, time: float) -> tuple[np.float32, np.float32]:
+        """The factors of the medium in the mixture and in the target at a time, which are linear in it."""
+        one, none = np.float32(1), np.float32(0)
+        return self.mixture(one, none, time), self.target(one, none, time)
 
     def weight(self, time: float) -> np.float32:
         """The weight of the squared error at a time.

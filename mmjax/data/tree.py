@@ -117,14 +117,14 @@ def is_shape(value: Any) -> bool:
     return legal and all(type(side) is int and 0 <= side <= MOST_SIDE for side in value)
 
 
-def _dataclasses_in(annotation: Any) -> Iterator[type[Any]]:
-    """The dataclasses in an annotation, and in the annotations of their fields."""
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+def _dataclasses_in(annotation: Any, outer: tuple[type[Any], ...] = ()) -> Iterator[type[Any]]:
+    """The dataclasses in an annotation, and in the annotations of their fields; ``outer`` are those around it."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) and annotation not in outer:
         yield annotation
         for hint in typing.get_type_hints(annotation).values():
-            yield from _dataclasses_in(hint)
+            yield from _dataclasses_in(hint, (*outer, annotation))
     for argument in typing.get_args(annotation):
-        yield from _dataclasses_in(argument)
+        yield from _dataclasses_in(argument, outer)
 
 
 _ROOTS = (StepBatch, DataConfig, SourceConfig, KnownRecords, Packer, StepOrder)

@@ -22,6 +22,8 @@ from mmjax.data.process import Process
 
 BLANK = "blank"
 """The latents of prompts, whose pictures are not there yet."""
+ENCODED = "encoded"
+"""The latents that a module of the model makes of pictures in the step."""
 _MEDIA = {1: ("recording", "frames"), 2: ("image", "pixels")}
 
 
@@ -54,8 +56,12 @@ class EncoderSpec:
         noise, follow its own in its row, and positions have the number of the picture in front. 0 = none.
       multiple: a side of a medium is a multiple of so many blocks.
       latents: the folder of the latents that a generator makes in place of pictures, as `mmjax.data.latents` has them;
-        `BLANK` for blank ones, of prompts; "" for pictures. A sample's medium is then first [h, w, 2 C], mean and
-        deviation, until `with_noise` draws it.
+        `BLANK` for blank ones, of prompts; `ENCODED` for those that a module makes in the step; "" for pictures. A
+        sample's medium is then first [h, w, 2 C], mean and deviation, until `with_noise` draws it. Of `ENCODED` ones
+        these are 0 and 1, so that it is the noise with which the latent will be drawn.
+      pictures: with `ENCODED`, the cutting of the pictures, and `encoder` the name of the module that encodes them.
+      encodes: of such a module the name of the generator. Its media are the pictures that the generator makes, and
+        behind each those that it is made from.
       factor: pixels of a picture along a side of a latent's pixel; 1 for pictures.
       newline: whether an image and its tiles become rows of one picture with newlines; see `mmjax.data.tiles`.
       most_tiles: the largest picture, in tiles; larger ones are resized. 0 = any.
@@ -87,6 +93,9 @@ class EncoderSpec:
     multiple: int = 1
     latents: str = ""
     factor: int = 1
+    pictures: EncoderSpec | None = None
+    encoder: str = ""
+    encodes: str = ""
     newline: bool = False
     most_tiles: int = 0
     reads: tuple[tuple[str, str], ...] = ()
@@ -97,12 +106,17 @@ class EncoderSpec:
     @property
     def alone(self) -> bool:
         """Whether each of its media has a row to itself."""
-        return self.queries > 0
+        return self.queries > 0 or bool(self.canvases)
 
     @property
     def in_text(self) -> bool:
         """Whether each token of its media has a placeholder in the text."""
-        return not self.codes and not self.derived
+        return not self.codes and not self.derived and not self.encodes
+
+    @property
+    def follows(self) -> bool:
+        """Whether its media follow from those of another module."""
+        return self.derived or bool(self.encodes)
 
     @property
     def derived(self) -> bool:

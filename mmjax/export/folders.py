@@ -52,7 +52,8 @@ def export_folders(
     """Writes folders of safetensors, as ``save_pretrained`` does, from checkpoint `step` (0: the newest) of `run_dir`.
 
     A module that started from such a folder gives a copy of it with the run's parameters: tensors keep their keys,
-    dtypes and files, and tensors that mmjax does not hold are copied. If all modules started from one folder, the copy
+    dtypes and files, and tensors that mmjax does not hold are copied. Encoders of latents, which are frozen, are left
+    out. If all modules started from one folder, the copy
     is `out`. If they did not and LLaVA has such a model, `out` is a new folder of a LLaVA; else each folder's copy is
     `out`/<first module>, and a language model that started from none gives a new folder. A generator that started from
     a pipeline of ``diffusers`` gives one with its denoiser, the scheduler by its settings, and the autoencoder.
@@ -86,8 +87,9 @@ def export_folders(
     require_adapters(adapters, merge=merge_lora)
     read = partial(read_merged, saved) if merge_lora else partial(read_leaves, saved)
     shapes = {name: leaf.shape for name, leaf in saved.leaves.items() if name.partition("/")[0] not in adapters}
-    loras = [lora_name(name) for name in recipe.model]
-    sources = {path: names for path, names in pretrained_folders(recipe).items() if not set(names) & set(loras)}
+    # Encoders of latents are parts of folders that do not change.
+    unwritten = {*map(lora_name, recipe.model), *recipe.model.latent_encoders}
+    sources = {path: names for path, names in pretrained_folders(recipe).items() if not set(names) & unwritten}
     composed, apart = compose_run(recipe, saved.leaves[f"{LLM}/embed"].shape[0], image_token(recipe))
     if composed:
         tensors = write_whole(recipe, composed, read, Path(out))
@@ -105,6 +107,7 @@ def export_folders(
             _write_pipeline(recipe, pipeline, modules[0], target)
         written[str(place)] = modules, tensors
     copied = [name for names in sources.values() for name in names]
+    adapters += recipe.model.latent_encoders
     without = tuple(name for name in saved.modules if name not in (*adapters, *copied))
     if LLM in without and not sources:
         written[str(out)] = (LLM,), _write_new(recipe, saved, read, Path(out))

@@ -173,3 +173,5 @@ def _require_sizes(prompts: Prompts, sample: Sample, sizes: Sequence[Extent], na
             nearest = " and ".join(str(max(1, round(side / block)) * block) for side in (height, width))
             legal = height % block == 0 == width % block
             require(legal, f"{name}: height, width", (height, width), f"{fix}; write {nearest}")
+            if pictures := prompts.specs[generator].pictures:
+                pictures.canvas(pictures.grid(height, width))  # raises if none holds it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -18,13 +19,15 @@ from mmjax.configurable import ConfigError
 from mmjax.mesh import gpu
 from mmjax.mesh.config import WorldConfig
 from mmjax.mesh.layout import Layout
-from mmjax.mesh.processes import gather_texts
+from mmjax.mesh.processes import barrier, gather_texts
 from mmjax.mesh.spmd import to_devices
 from mmjax.mesh.submesh import Submesh
 
 Device: TypeAlias = Any  # jax.Device is a variable to type checkers
 
 THREADS_PER_DEVICE = 4
+_number = itertools.count()
+"""Numbers the worlds of a process; all processes make the same ones."""
 
 
 class World:
@@ -88,6 +91,8 @@ class World:
             if deterministic:
                 gpu.require_deterministic()
             gpu.warn_of_missing()
+        # Gloo waits 30 s for a process at its first collective; one that prepares data may take longer to come here.
+        barrier(f"world/{next(_number)}", range(jax_compat.process_count()))
         world.warm_up()
         return world
 

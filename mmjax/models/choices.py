@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Medium = Literal["image", "recording", "tokens"]
-"""What a module encodes or generates; "tokens" are those of another encoder."""
+Medium = Literal["image", "recording", "tokens", "drawing"]
+"""What a module encodes or generates; "tokens" are those of another encoder, a "drawing" what a generator learns to
+make."""
 ACTIVATIONS = ("gelu", "gelu_exact", "quick_gelu", "silu")
 """Values of ``activation``: GELU by its tanh approximation, GELU by the error function, x · sigmoid(1.702 x), and
 x · sigmoid(x)."""

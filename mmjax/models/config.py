@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mmjax.configurable import configurable, require
 from mmjax.models.edges import EdgeSpec, check_edges, parse_edge, star
-from mmjax.models.families import Family, Role, families_for, family_of
+from mmjax.models.families import FAMILIES, Family, Role, families_for, family_of, makes_latents
 from mmjax.user_code import CODE, import_named, names_code, replace_by_name
 
 LLM = "llm"
@@ -57,13 +57,13 @@ class ModelConfig:
             for part, kind in ((projector_name(owner), "projector"), (lora_name(owner), "adapters")):
                 fix = f"is the name of {owner}'s {kind}; use another, such as '{name}2'"
                 require(name != part, f"Model.{role}s", name, fix)
-        check_edges(self.flows, {name: role for name, _, role in self.roles}, LLM)
+        check_edges(self.flows, {name: role for name, _, role in self.roles}, LLM, self.latent_encoders)
 
     @property
     def flows(self) -> tuple[EdgeSpec, ...]:
         """All edges, without settings: those of ``edges``, or of the star that () stands for."""
         if not self.edges:
-            return star({name: role for name, _, role in self.roles}, LLM)
+            return star({name: role for name, _, role in self.roles}, LLM, self.latent_encoders)
         return tuple(map(parse_edge, self.edges))
 
     @property
@@ -85,9 +85,14 @@ class ModelConfig:
         return ((name, family_of(family_setting(name, role), kind, role)) for name, kind, role in self.roles)
 
     @property
+    def latent_encoders(self) -> tuple[str, ...]:
+        """Names of the encoders of latents, which have no projector."""
+        return tuple(name for name, kind in self.encoders.items() if kind in FAMILIES and makes_latents(kind))
+
+    @property
     def media(self) -> tuple[str, ...]:
         """Names of the modules with a projector: encoders, then generators."""
-        return (*self.encoders, *self.generators)
+        return (*(name for name in self.encoders if name not in self.latent_encoders), *self.generators)
 
 
 @configurable("Callbacks")

@@ -16,6 +16,7 @@ from mmjax.models.context import Context
 from mmjax.models.guidance import Guidance
 from mmjax.models.layers import Params
 from mmjax.models.module import HostInputs, Loss, Module, Predict
+from mmjax.models.samplers import is_drawn
 
 
 class Denoiser(Module):
@@ -49,7 +50,7 @@ class Denoiser(Module):
             replaced.
           predict: computes the results of the method ``predict`` for such inputs.
         """
-        return self.config.drawing.draw(inputs, predict)
+        return self.config.drawing.draw([*map(_without_latents, inputs)], predict)
 
     @property
     def guidance(self) -> Guidance:
@@ -69,3 +70,14 @@ class Denoiser(Module):
             drawn=True,
             process=c.noising,
         )
+
+
+def _without_latents(inputs: HostInputs) -> HostInputs:
+    """Host inputs by which latents that are made in the step enter pictures that others are made from alone.
+
+    What is drawn begins with noise.
+    """
+    if "latent_shares" not in inputs:
+        return inputs
+    shares = np.where(is_drawn(inputs)[..., None], np.float32(0), inputs["latent_shares"])
+    return {**inputs, "latent_shares": shares}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmjax.configurable import ConfigError, configurable, not_negative, require, suggest
@@ -76,24 +76,31 @@ def parse_edge(text: str) -> EdgeSpec:
     return EdgeSpec(source=match[1], target=match[2])
 
 
-def star(roles: Mapping[str, Role], llm: str) -> tuple[EdgeSpec, ...]:
+def star(roles: Mapping[str, Role], llm: str, latent_encoders: Collection[str] = ()) -> tuple[EdgeSpec, ...]:
     """The edges of a model whose encoders feed the LLM, which feeds its generators; first those into the LLM.
 
     ``roles`` are by module, such as {"vision": "encoder", "llm": "llm", "painter": "generator"}, and ``llm`` is the
-    name of the LLM. The edges are in the order of ``roles``, without settings.
+    name of the LLM. The edges are in the order of ``roles``, without settings. ``latent_encoders`` are encoders of
+    latents; each feeds the generator with its number.
     """
-    into_llm = (EdgeSpec(source=name, target=llm) for name, role in roles.items() if role == "encoder")
-    behind = (EdgeSpec(source=llm, target=name) for name, role in roles.items() if role == "generator")
-    return (*into_llm, *behind)
+    generators = [name for name, role in roles.items() if role == "generator"]
+    encoders = [name for name, role in roles.items() if role == "encoder" and name not in latent_encoders]
+    into_llm = (EdgeSpec(source=name, target=llm) for name in encoders)
+    behind = (EdgeSpec(source=llm, target=name) for name in generators)
+    drawings = (EdgeSpec(source=name, target=to) for name, to in zip(latent_encoders, generators, strict=False))
+    return (*into_llm, *behind, *drawings)
 
 
-def check_edges(edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str) -> None:
+def check_edges(
+    edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str, latent_encoders: Collection[str] = ()
+) -> None:
     """Requires that the edges make a model that can be trained.
 
     Args:
       edges: all edges of the model.
       roles: the role of each node by name, sources before targets, such as {"vision": "encoder", "llm": "llm"}.
       llm: the name of the LLM, such as "llm".
+      latent_encoders: names of the encoders of latents.
 
     Raises:
       ConfigError: a name is unknown, an edge is there twice or has a wrong direction, or a node is not connected.
@@ -108,7 +115,11 @@ def check_edges(edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str) 
     for name, role in roles.items():
         sources = [edge.source for edge in edges if edge.target == name]
         targets = [edge.target for edge in edges if edge.source == name]
-        if role == "encoder":
+        if name in latent_encoders:
+            fix = f"{name!r} encodes what one generator makes, and feeds {targets}; name one: '{name} {ARROW} painter'"
+            is_to_one = not sources and len(targets) == 1 and roles[targets[0]] == "generator"
+            require(is_to_one, "Model.edges", texts, fix)
+        elif role == "encoder":
             require(bool(targets), "Model.edges", texts, f"nothing reads {name!r}; add '{name} {ARROW} {llm}'")
             fix = f"{name!r} reads the tokens of one encoder, not of {len(sources)}; leave one edge out"
             require(len(sources) <= 1, "Model.edges", texts, fix)
@@ -118,6 +129,9 @@ def check_edges(edges: Sequence[EdgeSpec], roles: Mapping[str, Role], llm: str) 
         if role == "generator":
             fix = f"{name!r} needs the LLM's hidden states; add '{llm} {ARROW} {name}'"
             require(llm in sources, "Model.edges", texts, fix)
+            both = [source for source in sources if source in latent_encoders]
+            fix = f"{' and '.join(map(repr, both))} would encode the same pictures of {name!r}; leave one edge out"
+            require(len(both) <= 1, "Model.edges", texts, fix)
 
 
 def _check_edge(edge: EdgeSpec, roles: Mapping[str, Role], llm: str) -> None:

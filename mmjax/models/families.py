@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mmjax.configurable import ConfigError, registry
 from mmjax.models.choices import Medium
 from mmjax.models.dit.config import DiTConfig, SoundDiTConfig
+from mmjax.models.latent_encoder.config import LatentEncoderConfig
 from mmjax.models.llama.config import DecoderConfig
 from mmjax.models.mmdit.config import MMDiTConfig
 from mmjax.models.projector.config import ProjectorConfig
@@ -68,6 +69,12 @@ FAMILIES: Mapping[str, Family] = {
         WhisperConfig, "mmjax.models.whisper.module:Whisper", ("encoder",), "mmjax.models.whisper.weights"
     ),
     "temporal": Family(TemporalConfig, "mmjax.models.temporal.module:TemporalEncoder", ("encoder",)),
+    "latent-encoder": Family(
+        LatentEncoderConfig,
+        "mmjax.models.latent_encoder.module:LatentEncoder",
+        ("encoder",),
+        "mmjax.models.latent_encoder.weights",
+    ),
     "llama": Family(
         DecoderConfig,
         "mmjax.models.llama.module:Llama",
@@ -129,6 +136,11 @@ def family_of(field: str, kind: str, role: Role) -> Family:
 def family_of_tokens() -> str:
     """The name of the family of encoders that read the tokens of another encoder: "temporal"."""
     return next(kind for kind in families_for("encoder") if FAMILIES[kind].medium == "tokens")
+
+
+def makes_latents(kind: str) -> bool:
+    """Whether ``kind`` is a family of ``FAMILIES`` whose encoders make latents of a generator's pictures."""
+    return FAMILIES[kind].medium == "drawing"
 
 
 def kind_of(config: Any) -> str:

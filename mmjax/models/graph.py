@@ -143,7 +143,7 @@ class MultimodalModel:
 
         See ``projector_widths``.
         """
-        edges = sorted(self.into(name), key=lambda edge: edge.source != LLM)
+        edges = sorted((e for e in self.into(name) if not e.latents), key=lambda edge: edge.source != LLM)
         return {"" if number == 0 else edge.source: edge for number, edge in enumerate(edges)}
 
     def projector_norm(self, name: str) -> dict[str, Any]:
@@ -228,7 +228,11 @@ class MultimodalModel:
         """The stage of a module with these layers."""
         node, first, last = self.nodes[name], index == 0, index == layout.stages - 1
         incoming = {edge: self._incoming(edge, last_stages[edge.source], layers) for edge in self.into(name)}
-        entering = {edge: activation for edge, activation in incoming.items() if first or activation.injected}
+        entering = {
+            edge: activation
+            for edge, activation in incoming.items()
+            if first or activation.injected or (last and edge.latents)
+        }
         before = "" if first else f"{name}.{index - 1}"
         slices = self._slices(name, layers, entering, layout, first=first, last=last)
         node_inputs = node.inputs(first=first, last=last)

@@ -87,6 +87,10 @@ class Handle:
         return jax.eval_shape(self.open, self.stored).dtype
 
 
+reducing = jax.make_user_context(False)
+"""Whether the backward that is traced is a step's last of its stage, and reduces gradients of weights over ranks."""
+
+
 class LikeItsWeight:
     """Base class of parameters with the shape and dtype of their ``weight``."""
 
@@ -234,24 +238,29 @@ def scattered_before(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
 
     Args:
       x: an activation.
-      params: a tree of arrays and handles; those count whose functions scatter.
+      params: a tree of arrays and handles; those count whose functions scatter. So do weights with a ``reduced``
+        array, in a backward that is ``reducing``.
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, Handle))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Handle) and leaf.scatters]
-    if not places:
-        return x, params
-    x, stored = _in_order(x, [leaves[place].stored for place in places])
-    for place, array in zip(places, stored, strict=True):
-        leaves[place] = replace(leaves[place], stored=array)
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, Handle | LikeItsWeight))
+    handles = {n: leaf.stored for n, leaf in enumerate(leaves) if isinstance(leaf, Handle) and leaf.scatters}
+    if handles:
+        x, arrays = _in_order(x, handles)
+        for place, array in arrays.items():
+            leaves[place] = replace(leaves[place], stored=array)
+    reduced = {n: leaf.reduced for n, leaf in enumerate(leaves) if getattr(leaf, "reduced", None) is not None}
+    if reduced:
+        x, arrays = _reduced_in_order(x, reduced)
+        for place, array in arrays.items():
+            leaves[place] = replace(leaves[place], reduced=array)
     return x, jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_vjp
-def _in_order(x: jax.Array, stored: list[Any]) -> tuple[jax.Array, list[Any]]:
+def _in_order(x: jax.Array, stored: Any) -> tuple[jax.Array, Any]:
     return x, stored
 
 
-def _in_order_backward(_: None, gradients: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, list[Any]]:
+def _in_order_backward(_: None, gradients: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
     dx, d_stored = gradients
     axes = jax_compat.varying_axes(dx)
     numbers = [jnp.ravel(d)[:1].astype(jnp.float32) for d in jax.tree.leaves(d_stored)]
@@ -261,6 +270,18 @@ def _in_order_backward(_: None, gradients: tuple[jax.Array, list[Any]]) -> tuple
 
 
 _in_order.defvjp(lambda x, stored: ((x, stored), None), _in_order_backward)
+
+
+@jax.custom_vjp
+def _reduced_in_order(x: jax.Array, reduced: Any) -> tuple[jax.Array, Any]:
+    return x, reduced
+
+
+def _reduced_in_order_backward(_: None, gradients: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    return _in_order_backward(_, gradients) if reducing.value else gradients
+
+
+_reduced_in_order.defvjp(lambda x, reduced: ((x, reduced), None), _reduced_in_order_backward)
 
 
 def gradient_of_stored(open_weight: Open, stored: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from mmjax import jax_compat
 from mmjax.mesh.spread import Axes
-from mmjax.models.handles import opened
+from mmjax.models.handles import opened, reducing
 from mmjax.models.sequence_parallel import sp_gather
 from mmjax.models.taps import HEAD, Summed, Value, with_mark
 from mmjax.models.vocabulary import PADDED, capped
+from mmjax.models.weight_gradients import computed_together
 
 MIN_CHUNK_TOKENS = 1024
 """The minimal number of tokens of a chunk. For each chunk backward reads the head twice and adds to its gradient in
@@ -213,6 +214,8 @@ def _backward(kind: _Head, residuals: tuple[Any, ...], cotangents: tuple[Array, 
         new_total, d_x_CND = lax.scan(step, first, chunks)
     if total is None:
         return d_x_CND, new_total.astype(head.dtype), None, None, None
+    if reducing.value:  # else XLA would add to the sum, and reduce it, after all layers
+        d_x_CND, new_total = computed_together([d_x_CND, new_total])
     return d_x_CND, None, None, None, new_total
 
 

@@ -83,6 +83,23 @@ class ModuleStage(StageModel):
         needs = any(backend.needs_neighbours(mask) for _, mask in masks)
         return f"{backend.setting}={backend.name!r}" if needs else ""
 
+    def completed(self, inputs: Inputs, carry: Carry, cells: int) -> Inputs:
+        """The host inputs, with latents in "patches" and "targets" where another module makes them in the step.
+
+        "latent_targets" is what they are in "targets".
+        """
+        for edge in (edge for edge in self.entering if edge.latents):
+            tokens, index, noise = self._tokens(edge, carry), inputs[edge.index], inputs["latent_noise"]
+            blank = jnp.zeros((len(index), index[0].size, tokens.shape[-1]), tokens.dtype)
+            of_pixels = merge_modality_tokens(blank, tokens, index.reshape(len(index), -1), cells)
+            halves = jnp.split(of_pixels.astype(jnp.float32), 2, axis=-1)
+            mean, deviation = (half.reshape(noise.shape) for half in halves)
+            latents = mean + deviation * noise
+            in_patches, in_targets = (inputs["latent_shares"][..., i : i + 1] * latents for i in range(2))
+            added = {"patches": in_patches, "targets": in_targets, "latent_targets": in_targets}
+            inputs = {**inputs, **{name: inputs.get(name, 0) + values for name, values in added.items()}}
+        return inputs
+
     def forward(
         self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int
     ) -> tuple[Float[Array, "B T D"], Sums]:
@@ -139,8 +156,9 @@ class ModuleStage(StageModel):
         return self.node.module.loss(p[self.module], self._context(inputs, axes), self._split_levels(x)[0])
 
     def predict(self, p: Params, inputs: Inputs, x: Array, axes: Axes) -> Any:
-        """See ``StageModel.predict``."""
-        return self.node.module.predict(p[self.module], self._context(inputs, axes), self._split_levels(x)[0])
+        """See ``StageModel.predict``; predictions are of the host's targets, without latents that are made here."""
+        predicted = self.node.module.predict(p[self.module], self._context(inputs, axes), self._split_levels(x)[0])
+        return predicted - inputs["latent_targets"] if "latent_targets" in inputs else predicted
 
     def _module_params(self, p: Params) -> Params:
         """The module's parameters; adapted weights are replaced by ``Adapted``."""
@@ -182,7 +200,7 @@ class ModuleStage(StageModel):
         """The input of the first layer: embedded host inputs, with the tokens of other modules."""
         x, inputs = self.node.module.embed(p[self.module], context), context.inputs
         if not self.starts:
-            for edge in self.entering:
+            for edge in (edge for edge in self.entering if not edge.latents):
                 x = self._merge_tokens(edge, x, self._tokens(edge, carry), inputs, cells)
                 if edge.newline:
                     x = with_newlines(x, p[projector_name(edge.source)]["newline"], inputs[edge.index])

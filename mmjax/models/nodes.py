@@ -97,6 +97,8 @@ class Edge:
       shares: the name of the target's host input of weights, where a place has several tokens; "" for one token.
       newline: whether places may have the newline embedding of the source's projector, a parameter of the target's
         first stage.
+      latents: whether the tokens are distributions of latents that the target learns to make: of each number a mean
+        and, behind the means, a deviation. They enter its first stage and its last.
     """
 
     source: str
@@ -106,10 +108,13 @@ class Edge:
     levels: tuple[int, ...] = ()
     shares: str = ""
     newline: bool = False
+    latents: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the host inputs that a stage reads if these tokens enter it: ``index``, and ``shares`` where they
-        are set.
+        are set; of latents the noise and shares with which they enter patches and targets too.
         """
+        if self.latents:
+            return (self.index, "latent_noise", "latent_shares")
         return (self.index, self.shares) if self.shares else (self.index,)

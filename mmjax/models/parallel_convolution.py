@@ -30,12 +30,13 @@ _DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
 def convolution(
     x_BHWC: Float[Array, "B H W C"],
-    kernel: Float[Array, "3 3 C F"],
+    kernel: Float[Array, "K K C F"],
     bias: Float[Array, " F"] | None = None,
     *,
     stride: int = 1,
+    front: bool = True,
 ) -> Float[Array, "B h w F"]:
-    """A convolution with a kernel of 3 x 3 places, and zeros beyond the sides.
+    """A convolution with a kernel of 3 x 3 places, and zeros beyond the sides; or with one of a single place.
 
     The kernel may be a handle or a tapped weight, whose gradient is computed later (see ``taps``); the bias may be a
     handle.
@@ -45,13 +46,15 @@ def convolution(
       kernel: the kernel.
       bias: the bias, or ``None``.
       stride: 1, or 2 for half as many rows and columns, rounded up.
+      front: whether there are zeros above and in front of the pictures; without them the kernel is not trained.
     """
-    kernel = with_mark(kernel, CONVOLUTION)
+    kernel = with_mark(kernel, CONVOLUTION) if front else kernel
     if isinstance(kernel, Tapped) and kernel.dy is not None:
         y_BHWF: Any = _tapped(stride, x_BHWC, kernel.weight, kernel.x, kernel.dy)
     else:
-        y_BHWF = _untapped(stride, x_BHWC, kernel.weight if isinstance(kernel, Tapped) else kernel)
-    record_uses(x_BHWC, [kernel], [y_BHWF], stride=stride)
+        y_BHWF = _untapped(stride, x_BHWC, kernel.weight if isinstance(kernel, Tapped) else kernel, front=front)
+    if front:
+        record_uses(x_BHWC, [kernel], [y_BHWF], stride=stride)
     record_work(2 * x_BHWC.shape[-1] * kernel.shape[0] * kernel.shape[1] * y_BHWF.size)
     return y_BHWF if bias is None else y_BHWF + repeated(bias, y_BHWF)
 
@@ -123,16 +126,19 @@ def normed_silu(x_BHWC: Array, p: Params, mask_BHW1: Array, width: int, eps: flo
     return jax.nn.silu(group_norm(x_BHWC, p, mask_BHW1, width=width, eps=eps)) * mask_BHW1.astype(x_BHWC.dtype)
 
 
-def _convolved(stride: int, x_BHWC: Array, kernel: Array) -> Array:
+def _convolved(stride: int, x_BHWC: Array, kernel: Array, *, front: bool = True) -> Array:
     # Padding as in torch, the same on all sides; "SAME" would put less of it in front of a strided convolution.
-    return lax.conv_general_dilated(x_BHWC, kernel, (stride, stride), ((1, 1), (1, 1)), dimension_numbers=_DIMENSIONS)
+    behind = kernel.shape[0] // 2
+    beyond = (behind if front else 0, behind)
+    return lax.conv_general_dilated(x_BHWC, kernel, (stride, stride), (beyond, beyond), dimension_numbers=_DIMENSIONS)
 
 
-def _untapped(stride: int, x: Array, kernel: Any) -> Array:
+def _untapped(stride: int, x: Array, kernel: Any, *, front: bool = True) -> Array:
     """The convolution; an opened or broadcast kernel is no residual, but recomputed in backward."""
+    convolved = partial(_convolved, stride, front=front)
     if isinstance(kernel, Handle) or jax_compat.varying_axes(x) - jax_compat.varying_axes(kernel):
-        return saved(jax.checkpoint(lambda x, kernel: _convolved(stride, x, opened(kernel)))(x, kernel))
-    return saved(_convolved(stride, x, opened(kernel)))
+        return saved(jax.checkpoint(lambda x, kernel: convolved(x, opened(kernel)))(x, kernel))
+    return saved(convolved(x, opened(kernel)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -71,7 +71,7 @@ class Sampler:
           predict: computes the model's predictions for such inputs.
         """
         updates = [self.updates(microbatch) for microbatch in inputs]
-        patches, drawn = [microbatch["patches"] for microbatch in inputs], [*map(_is_drawn, inputs)]
+        patches, drawn = [microbatch["patches"] for microbatch in inputs], [*map(is_drawn, inputs)]
         for step in range(self.steps):
             step_inputs = [
                 {**microbatch, "patches": x, "times": _filled(microbatch["times"], update.time(step)) * is_drawn_RT}
@@ -110,7 +110,7 @@ class Sampler:
         """The times of each patch, [R, T], or of all, one after another."""
         if not self.process.dynamic_shift:
             return self.flow_times(0).tolist()
-        counts_RT = _patch_counts(microbatch["segments"][:, -microbatch["patches"].shape[1] :] * _is_drawn(microbatch))
+        counts_RT = _patch_counts(microbatch["segments"][:, -microbatch["patches"].shape[1] :] * is_drawn(microbatch))
         table = {count: self.flow_times(count) for count in np.unique(counts_RT).tolist()}
         every = np.asarray([table[count] for count in counts_RT.ravel().tolist()])
         return [column.reshape(counts_RT.shape) for column in every.T]
@@ -226,7 +226,7 @@ def _medium_and_noise(
     return of_medium * x_RTE - of_noise * predicted_RTE, of_medium * predicted_RTE + of_noise * x_RTE
 
 
-def _is_drawn(microbatch: HostInputs) -> np.ndarray:
+def is_drawn(microbatch: HostInputs) -> np.ndarray:
     """Whether each patch is of a picture that is drawn, bool [R, T]; others are of pictures that one is made from."""
     shape_RT, positions = microbatch["patches"].shape[:2], microbatch.get("positions")
     if positions is None or positions.shape[-1] < 3:

@@ -88,6 +88,14 @@ class StageModel:
         """
         return ""
 
+    def completed(self, inputs: Inputs, carry: Carry, cells: int) -> Inputs:
+        """The host inputs of ``forward``, ``loss`` and ``predict``, with latents of ``carry`` in them.
+
+        By default there are none. Arguments are those of ``forward``.
+        """
+        del carry, cells
+        return inputs
+
     def forward(self, p: Params, inputs: Inputs, carry: Carry, axes: Axes, cells: int) -> tuple[Array, Sums]:
         """The features of the stage, [B, …] with local rows first, and the sums of its layers' losses, by name.
 

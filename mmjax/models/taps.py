@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mmjax import jax_compat
 from mmjax.attention.custom_vjp import RESIDUAL_NAME
-from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, adapted_products, fetched_after, opened
+from mmjax.models.handles import Adapted, Handle, LikeItsWeight, Open, adapted_products, fetched_after, opened, reducing
 from mmjax.models.recorded_work import record_product
 from mmjax.models.sequence_parallel import NO_SP, SequenceParallel
 from mmjax.models.weight_gradients import computed_together, sum_over_tokens, summed
@@ -128,17 +128,26 @@ class Summed(LikeItsWeight):
       weight: the array.
       total: the sum of its gradients so far, fp32, in the shape of the array among the parameters. Its cotangent is
         the sum with this product's gradient.
+      reduced: an array with the shape of the gradient that is summed over ranks, whose value is never read; ``None``
+        where no backward sums it. Its cotangent is that gradient in a backward that is ``reducing``, else zeros.
+      reduction: the sum over ranks, from ``total`` to ``reduced``. Equal functions make equal programs, so no lambda.
       transposed: whether ``weight`` is the transpose of the array among the parameters.
     """
 
     weight: jax.Array
     total: jax.Array
+    reduced: jax.Array | None = None
+    reduction: Reduction | None = field(default=None, metadata=_STATIC)
     transposed: bool = field(default=False, metadata=_STATIC)
 
     @property
     def T(self) -> Summed:
         """The transpose, with the same sum."""
         return replace(self, weight=self.weight.T, transposed=not self.transposed)
+
+
+Reduction = Callable[[jax.Array], jax.Array]
+"""The sum of a gradient over ranks, whole or a shard of it, inside ``shard_map``."""
 
 
 @dataclass(frozen=True)
@@ -393,29 +402,39 @@ def _summed_products_of_parts(
 ) -> list[list[jax.Array]]:
     inputs = [x if isinstance(x, Computed) else Computed(_identity, (x,)) for x in parts]
     (function,) = {x.function for x in inputs}
-    static = _Static(sp, tuple(w.transposed for w in weights), function)
-    return _adding(static, [x.arrays for x in inputs], [w.weight for w in weights], [w.total for w in weights])
+    static = _Static(sp, tuple(w.transposed for w in weights), function, tuple(w.reduction for w in weights))
+    arrays, totals = [x.arrays for x in inputs], [w.total for w in weights]
+    return _adding(static, arrays, [w.weight for w in weights], totals, [w.reduced for w in weights])
 
 
 class _Static(NamedTuple):
-    """Settings of products with summed weights: ``transposed`` by weight, and ``Computed.function``."""
+    """Settings of products with summed weights: ``transposed`` and ``reduction`` by weight, ``Computed.function``."""
 
     sp: SequenceParallel
     transposed: tuple[bool, ...]
     function: Callable[..., jax.Array]
+    reductions: tuple[Reduction | None, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _adding(
-    static: _Static, parts: list[tuple[jax.Array, ...]], weights: list[Any], totals: list[jax.Array]
+    static: _Static,
+    parts: list[tuple[jax.Array, ...]],
+    weights: list[Any],
+    totals: list[jax.Array],
+    reduced: list[jax.Array | None],
 ) -> list[list[jax.Array]]:
     return static.sp.forward_parts([static.function(*arrays) for arrays in parts], weights)
 
 
 def _adding_forward(
-    static: _Static, parts: list[tuple[jax.Array, ...]], weights: list[Any], totals: list[jax.Array]
+    static: _Static,
+    parts: list[tuple[jax.Array, ...]],
+    weights: list[Any],
+    totals: list[jax.Array],
+    reduced: list[jax.Array | None],
 ) -> Any:
-    results: Any = _adding(static, parts, weights, totals)
+    results: Any = _adding(static, parts, weights, totals, reduced)
     return [_named(by_part) for by_part in results], (parts, weights, totals)
 
 
@@ -436,7 +455,14 @@ def _adding_backward(static: _Static, residuals: Any, dys: list[list[jax.Array]]
         values = computed_together([*d_arrays, *totals])
         d_parts.append(tuple(values[: len(d_arrays)]))
         totals = values[len(d_arrays) :]
-    return d_parts, None, totals
+    return d_parts, None, totals, _reduced(static.reductions, totals)
+
+
+def _reduced(reductions: Sequence[Reduction | None], totals: Sequence[jax.Array]) -> Any:
+    """Cotangents of the weights' ``Summed.reduced``."""
+    if not reducing.value:
+        return None
+    return [reduce(total) if reduce else None for reduce, total in zip(reductions, totals, strict=True)]
 
 
 _adding.defvjp(_adding_forward, _adding_backward)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmjax.assembly.latents import encoded_in_step
 from mmjax.data.derived import in_text
 from mmjax.data.process import Process
 from mmjax.data.sample import meta_of
@@ -94,6 +95,8 @@ class Maker:
         """A maker for a model whose LLM has a vocabulary size above 0; uniform, repeated: see the attributes."""
         media = {name: node.medium for name, node in model.nodes.items() if node.drawn or not model.into(name)}
         specs = {name: spec for name, spec in media.items() if spec}
+        for edge in (edge for edge in model.edges if edge.latents):
+            specs |= encoded_in_step(specs, edge.source, edge.target)
         return cls(encoders=specs, vocab=model.llm.vocab, uniform=uniform, repeated=repeated)
 
     @property
@@ -132,6 +135,8 @@ class Maker:
                 pixels = (pixels[0] - int(rng.integers(spec.block)),)
             media[name] += tuple(_numbers(rng, (*pixels, frames * spec.channels)) for _ in range(count))
         drawn = [name for name, arrays in media.items() if arrays and self.encoders[name].drawn]
+        references = {name: self._references(rng, name, media[name]) for name in drawn if self._most_references(name)}
+        media |= self._encoded(rng, media, references)
         prompt = len(tokens)
         for name in (name for name, spec in self.encoders.items() if spec.codes and kind % len(KINDS) in SPOKEN):
             learned, count = SPOKEN[kind % len(KINDS)]
@@ -148,11 +153,24 @@ class Maker:
             noise={name: tuple(_numbers(rng, medium.shape) for medium in media[name]) for name in drawn},
             times={name: tuple(self._time(rng, name, medium) for medium in media[name]) for name in drawn},
             dropped={name: tuple(self._process(name).draw_dropped(rng) for _ in media[name]) for name in drawn},
-            references={
-                name: self._references(rng, name, media[name]) for name in drawn if self._most_references(name)
-            },
+            references=references,
             tiled=tiled,
         )
+
+    def _encoded(
+        self,
+        rng: np.random.Generator,
+        media: Mapping[str, tuple[np.ndarray, ...]],
+        references: Mapping[str, tuple[tuple[np.ndarray, ...], ...]],
+    ) -> dict[str, tuple[np.ndarray, ...]]:
+        """The pictures that encoders of latents see, by encoder, of the sizes of latents."""
+        pictures: dict[str, tuple[np.ndarray, ...]] = {}
+        for encoder, spec in ((name, spec) for name, spec in self.encoders.items() if spec.encodes):
+            behind = references.get(spec.encodes) or ((),) * len(media[spec.encodes])
+            latents = [x for medium, of in zip(media[spec.encodes], behind, strict=True) for x in (medium, *of)]
+            shapes = [(x.shape[0] * spec.patch, x.shape[1] * spec.patch, spec.channels) for x in latents]
+            pictures[encoder] = tuple(_numbers(rng, shape) for shape in shapes)
+        return pictures
 
     def _most_references(self, name: str) -> int:
         return self.encoders[name].references
@@ -191,7 +209,7 @@ class Maker:
         A model without encoders has the drawn medium alone.
         """
         shape = KINDS[kind % len(KINDS)]
-        encoders = [name for name, spec in self.encoders.items() if not spec.drawn]
+        encoders = [name for name, spec in self.encoders.items() if not (spec.drawn or spec.encodes)]
         drawn = [name for name, spec in self.encoders.items() if spec.drawn and not spec.codes]
         names = [encoders[(shape.turn + i) % len(encoders)] if encoders else "" for i in range(len(shape.media))]
         if shape.drawn is not None and drawn:
@@ -237,6 +255,8 @@ def _sides(size: tuple[int, int], spec: EncoderSpec) -> tuple[int, ...]:
     most = spec.longest // spec.merge if spec.longest else LENGTH
     if spec.canvases:
         most = min(spec.canvases[-1]) // (spec.merge * spec.multiple)
+    if spec.pictures:
+        most = min(most, min(spec.pictures.canvases[-1]) // spec.block)
     return tuple(min(side, most) for side in (size if spec.axes == 2 else (math.prod(size),)))
 
 
@@ -395,7 +415,7 @@ def buckets(spec: EncoderSpec, rows_per_cell: int, *, several: bool) -> tuple[tu
     """
     per_row = ROOM // LARGEST
     medium = _largest(spec) + spec.prefix
-    if spec.queries:  # a picture has a row to itself
+    if spec.alone:  # a picture has a row to itself
         widths = [spec.prefix + math.prod(canvas) for canvas in spec.canvases] or [medium]
         large = MEDIA * rows_per_cell, widths[-1]
         return ((rows_per_cell, widths[0]), large) if several else (large,)

@@ -89,6 +89,10 @@ def shrink(recipe: Recipe, steps: int, vocab: int, dtype: str = "float32") -> Sh
         several = len(node.packing.given) > 1
         if node.role == "encoder" and recipe.model.sources(node.name):
             return clip_buckets(sizes.per_cell, several=several)
+        if node.makes_latents:
+            (generator,) = recipe.model.targets(node.name)
+            most = 1 + getattr(nodes[generator].settings, "references", 0)
+            return buckets(node.module().medium, most * sizes.per_cell, several=several)
         if node.projector:
             return buckets(spec_of(node.module().medium, node.projector.settings), sizes.per_cell, several=several)
         return text_buckets(sizes.per_cell, tokens, several=several) * packed
@@ -180,6 +184,7 @@ def _encoder(c: Any, layout: Layout) -> Any:
         sizes["length"] = _multiple(sizes["length"], c.merge)  # positions for an integer number of LLM tokens
     sizes |= {"mlp": _hidden(c.mlp, tp)} if "mlp" in fields else {}
     sizes |= _levels(c, tp) if "heads_by_level" in fields else {}
+    sizes |= _encoder_levels(c) if "latent_channels" in fields else {}
     if "queries" in fields:
         sizes["queries"] = min(c.queries, _multiple(SMALL["queries"], layout.row_multiple))
     if "canvases" in fields:
@@ -200,6 +205,15 @@ def _levels(c: Any, tp: int) -> dict[str, Any]:
     heads = tuple(0 if not heads else 1 if heads % 2 else _multiple(2, tp) for heads in of_levels)
     mid = 1 if c.mid_heads % 2 else _multiple(2, tp)
     return {**sizes, "heads_by_level": heads, "mid_heads": mid, "blocks": 1, "transformer_blocks": 1}
+
+
+def _encoder_levels(c: Any) -> dict[str, Any]:
+    """Narrow levels of an encoder of latents, as many as before, so that pictures keep their sizes."""
+    if max(c.widths) <= SMALL["width"]:
+        return {}
+    groups = min(c.groups, SMALL["groups"])
+    widths = tuple((groups or 4) * (2 + number % 2) for number in range(len(c.widths)))
+    return {"groups": groups, "widths": widths, "blocks": 1}
 
 
 def _windows(c: Any, layers: int) -> dict[str, Any]:

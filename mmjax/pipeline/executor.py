@@ -24,6 +24,7 @@ from mmjax.pipeline.compile import compile_all
 from mmjax.pipeline.ends import Ends
 from mmjax.pipeline.gathered_params import GatheredParams
 from mmjax.pipeline.lane_views import over_lanes
+from mmjax.pipeline.last_backward import last_ops, reducing_program, reducing_stages
 from mmjax.pipeline.offload import DEVICE, HOST, in_memory, moved, replaced
 from mmjax.pipeline.overwriting import owned, reduce_program, update_program
 from mmjax.pipeline.place import InputShapes, PlacedModel
@@ -121,10 +122,11 @@ def loss_seeds(placed: PlacedModel, denominators: Mapping[str, float]) -> dict[s
 class StagePrograms:
     """The programs of one stage for one set of shapes: forward, backward, and ``weights`` of a split backward.
 
-    ``backward`` or ``weights`` is None for a stage without. ``name`` of the constructor is the stage's, for messages.
+    ``backward`` or ``weights`` is None for a stage without, ``reducing`` (see ``reducing_program``) for one whose
+    gradients a program of their own reduces. ``name`` of the constructor is the stage's, for messages.
     """
 
-    def __init__(self, name: str, functions: StageFunctions):
+    def __init__(self, name: str, functions: StageFunctions, *, reduces: bool = False):
         self.functions = functions
         self.forward = Program.of(f"F {name}", functions.forward, functions.forward_avals)
         # The sums are updated in place. No output has a residual's shape, so donating residuals would free nothing.
@@ -138,11 +140,12 @@ class StagePrograms:
             if functions.deferred_avals
             else None
         )
+        self.reducing = reducing_program(name, functions) if reduces else None
 
     @property
     def programs(self) -> list[Program]:
         """All programs of the stage."""
-        return [program for program in (self.forward, self.backward, self.weights) if program]
+        return [program for program in (self.forward, self.backward, self.weights, self.reducing) if program]
 
 
 class Executor:
@@ -151,6 +154,7 @@ class Executor:
     Attributes:
       placed: the model on its devices.
       schedule: the order of ops, the same every step.
+      reducing: stages whose last backward reduces their gradients (see ``reducing_stages``).
       states: state of each stage, by name; replace it to restore a checkpoint.
     """
 
@@ -169,9 +173,10 @@ class Executor:
         shared: dict[int, StagePrograms] = {}
         for signature, inputs in shapes.items():
             traced = placed.trace(inputs, schedule.graph)
+            self.reducing = reducing_stages(schedule.graph, traced.stages)
             for name, functions in traced.stages.items():
                 if id(functions) not in shared:
-                    shared[id(functions)] = StagePrograms(name, functions)
+                    shared[id(functions)] = StagePrograms(name, functions, reduces=name in self.reducing)
                 self.stage_programs[name, signature] = shared[id(functions)]
             for edge, boundary in traced.boundaries.items():
                 self.boundaries[edge, signature] = boundary
@@ -179,7 +184,9 @@ class Executor:
         self.reduce_programs, self.update_programs = {}, {}
         for name in self._trained:
             state = placed.stages[name].state
-            self.reduce_programs[name], self.update_programs[name] = reduce_program(state), update_program(state)
+            self.update_programs[name] = update_program(state)
+            if name not in self.reducing:
+                self.reduce_programs[name] = reduce_program(state)
         submeshes = {name: placed.stages[name].submesh for name in self._trained}
         self.world_norm = WorldNorm(placed.world, submeshes, len(placed.model.modules)) if submeshes else None
         self.losses = {
@@ -284,6 +291,7 @@ class _Run(Walker):
         self.rows: dict[str, jax.Array] = {}
         self.totals: dict[str, jax.Array] = {}
         self.losses: dict[str, list[jax.Array]] = {}
+        self.last_ops = last_ops(executor.schedule, executor.reducing)
         self.gathered = GatheredParams(executor.placed, executor.schedule)
         self.handlers["gather"] = self.gather
         self.handlers |= {"F": self.forward, "B": self.backward, "W": self.weights}
@@ -330,7 +338,7 @@ class _Run(Walker):
             activations = [self.in_transit[carried] for carried in keys.activations]
             return completion_marker((activations or self.losses[keys.place][-1], self.residuals.get(key)))
         gradients = [self.in_transit[carried] for _, carried in keys.gradients] if op.kind == "B" else []
-        return completion_marker((gradients, self.executor.sums.get(keys.place)))
+        return completion_marker((gradients, self.executor.sums.get(keys.place), self.rows.get(op.stage)))
 
     def forward(self, op: Op) -> None:
         keys = self.keys(op)
@@ -353,7 +361,7 @@ class _Run(Walker):
         key, place, programs = keys.stage, keys.place, self._programs(keys)
         assert programs.backward is not None
         sums = self.executor.take_sums(place)
-        new, grads, *deferred = programs.backward(
+        args = (
             self._params(op, place),
             programs.functions.backward_part(sums),
             self.inputs.pop(key),
@@ -361,6 +369,10 @@ class _Run(Walker):
             self.residuals.pop(key),
             Output(self.cotangents.pop(key, None), self.seeds.get(place)),
         )
+        if programs.reducing and self.last_ops[op.stage] == op:
+            self.send_back(op, self._reduced_by(op, programs.reducing(*args))[0])
+            return
+        new, grads, *deferred = programs.backward(*args)
         self.gathered.drop(op)
         if programs.weights:
             (self.deferred[key],) = deferred
@@ -381,8 +393,16 @@ class _Run(Walker):
         if not programs.weights:  # no trained weight is tapped
             return
         sums = self.executor.take_sums(keys.place)
+        if programs.reducing and self.last_ops[op.stage] == op:
+            self._reduced_by(op, programs.reducing(sums, self.deferred.pop(keys.stage)))
+            return
         new = programs.weights(programs.functions.weights_part(sums), self.deferred.pop(keys.stage))
         self.executor.sums[keys.place] = programs.functions.with_weights_part(sums, new)
+
+    def _reduced_by(self, op: Op, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Stores the reduced gradients among the results of a ``reducing_program``; returns those after them."""
+        _, self.reduced[op.stage], self.rows[op.stage], *gradients = results
+        return tuple(gradients)
 
     def prepare(self, op: Op) -> None:
         super().prepare(op)
@@ -431,6 +451,8 @@ class _Run(Walker):
     def reduce(self, op: Op) -> None:
         states = self.executor.states
         states[op.stage] = self.on_devices(op.stage, states[op.stage])  # the copy back overlaps with the reduction
+        if op.stage in self.executor.reducing:
+            return
         program = self.executor.reduce_programs[op.stage]
         out = program(self.executor.take_stage_sums(op.stage), self.returned.pop(op.stage, {}))
         grads, tied_grads, self.rows[op.stage] = out

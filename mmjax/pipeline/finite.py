@@ -99,9 +99,9 @@ def _outputs(executor: Executor, op: Op) -> dict[str, Any]:
                 e.src: run.in_transit[e.name, op.microbatch, True] for e in graph.in_edges(op.stage) if e.gradient
             }
             grads = {f"gradient of the activation of {source}": grad for source, grad in carried.items()}
-            return {"gradient of": executor.sums[run.place(op)], **grads}
+            return {"gradient of": _sums(executor, op), **grads}
         case "W":
-            return {"gradient of": executor.sums[run.place(op)]}
+            return {"gradient of": _sums(executor, op)}
         case "unpack" if op.microbatch == ONCE:
             received = run.returned if op.backward else run.borrowed
             return {f"received {'gradient of ' * op.backward}tied weight": {op.edge: received[op.stage][op.edge]}}
@@ -119,6 +119,13 @@ def _outputs(executor: Executor, op: Op) -> dict[str, Any]:
             state = executor.states[op.stage]
             return {"updated parameter": state["master"], "optimizer state of": moved(state["opt"], DEVICE)}
     return {}
+
+
+def _sums(executor: Executor, op: Op) -> Any:
+    """The sums of gradients after a B or W, or the reduced gradients where its program has reduced them."""
+    if executor.walker.last_ops.get(op.stage) == op:
+        return executor.walker.reduced[op.stage]
+    return executor.sums[executor.walker.place(op)]
 
 
 def _by_module(executor: Executor, rows: jax.Array) -> dict[str, jax.Array]:

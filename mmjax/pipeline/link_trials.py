@@ -173,12 +173,12 @@ def _stage_trials(
     executor: Executor | OneProgramExecutor, stage: Stage, functions: StageFunctions
 ) -> Iterator[LinkTrial]:
     layout, spread, trainable = stage.submesh.layout, stage.submesh.spread, stage.state.trainable
-    if isinstance(executor, Executor):
-        if stage.state.prepare_program and layout.optimizer_shards > 1:
-            yield _gather(executor, stage, stage.state.prepare_program)
-        if trainable and layout.dp > 1:
-            yield _reduce(executor, stage)
-    elif trainable and layout.dp > 1:
+    by_ops = isinstance(executor, Executor)
+    if by_ops and stage.state.prepare_program and layout.optimizer_shards > 1:
+        yield _gather(executor, stage, stage.state.prepare_program)
+    if by_ops and trainable and layout.dp > 1 and stage.name not in executor.reducing:
+        yield _reduce(executor, stage)
+    elif trainable and layout.dp > 1:  # gradients are reduced inside a program with other work
         yield _sum("dp", stage, (*spread.rows, *spread.positions), shard_bytes(stage.state.sums_avals))
     if layout.replica_size > 1:
         carried = [functions.out.activation, *jax.tree.leaves(functions.forward_avals[2])]

@@ -8,6 +8,7 @@ between.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,24 +29,30 @@ def reduce_program(state: StageState) -> Program:
     Where ``reduces_in_place``, reduced gradients have the shapes of the sums, which they overwrite. Those of borrowed
     leaves are then among them; ``owned`` leaves them out.
     """
-    name, spmd, avals = f"reduce {state.model.name}", state.reduce, state.reduce_avals
-    if not state.reduces_in_place:
-        return Program.of(name, spmd, avals, donate=(1,))
+    spmd, donated = reduce_in_memory(state), 0 if state.reduces_in_place else 1
+    return Program.of(f"reduce {state.model.name}", spmd, state.reduce_avals, donate=(donated,))
 
+
+def reduce_in_memory(state: StageState) -> Spmd:
+    """``StageState.reduce``, with reduced gradients in the shapes of the sums where they overwrite these.
+
+    Its body takes gradients by name that are reduced already, as that of ``StageState.reduced``.
+    """
+    spmd = state.reduce
+    if not state.reduces_in_place:
+        return spmd
     gradient_axes = state.submesh.spread.gradient_axes
     axes = {name: gradient_axes(PartitionSpec(*spec[1:])) for name, spec in by_name(state.sums_specs).items()}
 
-    def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array]:
-        grads, borrowed_grads, rows = spmd.body(sums, returned)
+    def body(sums: Tree, returned: Shared, *before: Mapping[str, jax.Array]) -> tuple[Tree, Shared, jax.Array]:
+        grads, borrowed_grads, rows = spmd.body(sums, returned, *before)
         named = {**by_name(grads), **borrowed_grads}
         # In the shape and type of the sums, all of them, so that JAX reuses the donated buffers of the sums.
         stacked = {name: jax_compat.to_varying(g, axes[name])[None] for name, g in named.items()}
         return nested(stacked), borrowed_grads, rows
 
     _, borrowed_specs, rows = spmd.out_specs
-    return Program.of(
-        name, Spmd(body, spmd.mesh, spmd.in_specs, (state.sums_specs, borrowed_specs, rows)), avals, donate=(0,)
-    )
+    return Spmd(body, spmd.mesh, spmd.in_specs, (state.sums_specs, borrowed_specs, rows))
 
 
 def update_program(state: StageState) -> Program:

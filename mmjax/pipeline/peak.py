@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mmjax.pipeline.config import OffloadConfig
+from mmjax.pipeline.last_backward import last_ops, reducing_stages
 from mmjax.pipeline.memory import (
     changes_in_order,
     count_state_bytes,
@@ -73,8 +74,9 @@ def bytes_by_op(
     flow = largest_microbatch(placed, schedule, shapes)
     if temporaries is None:
         temporaries = temporaries_by_program(placed, schedule, shapes)
-    states = {name: _State(stage.state, placed.offload(name)) for name, stage in placed.stages.items()}
     graph, inputs = schedule.graph, input_bytes(schedule, flow)
+    last = last_ops(schedule, reducing_stages(graph, placed.trace(shapes[0], graph).stages))
+    states = {name: _State(s.state, placed.offload(name), last.get(name)) for name, s in placed.stages.items()}
     live = Counter(
         {place: states[node.name].between + inputs[place] for node in graph.stages for place in node.lane_names}
     )
@@ -83,7 +85,7 @@ def bytes_by_op(
         if op.stage == WORLD:
             continue
         gained, lost = map(_by_place, buffers)
-        gained_state, lost_state = states[op.stage].changes(op.kind) if not op.edge else (0, 0)
+        gained_state, lost_state = states[op.stage].changes(op) if not op.edge else (0, 0)
         lanes = graph.stage(op.stage).lane_names  # ops that change states span all of them
         live.update(gained + Counter(dict.fromkeys(lanes, gained_state)))
         op_temporaries = temporaries.get((op.kind, op.stage), 0)
@@ -106,17 +108,23 @@ class _State:
       between: bytes between two steps.
     """
 
-    def __init__(self, state: StageState, offload: OffloadConfig):
+    def __init__(self, state: StageState, offload: OffloadConfig, last: Op | None):
+        """``last``: the op that reduces the gradients, where ``reduce`` has no program."""
         self._bytes = counted = count_state_bytes(state)
         self._moments = counted.moments if offload.optimizer else 0
         self._masters = counted.masters - counted.direct if offload.optimizer else 0
         self._fetched = 0 if state.trainable else self._masters  # no update returns them: only prepare reads them
+        self._last = last
         self.between = counted.optimizer + counted.sums - self._moments - self._fetched
 
-    def changes(self, kind: str) -> tuple[int, int]:
-        """Bytes that an op of this kind allocates, and bytes that it frees when it ends."""
+    def changes(self, op: Op) -> tuple[int, int]:
+        """Bytes that an op of the stage allocates, and bytes that it frees when it ends."""
         counted = self._bytes
-        match kind:
+        # Where gradients are shards, sums are dropped when they are reduced; else gradients lie in them until update.
+        reduced, summed = counted.reduced, counted.sums if counted.reduced else 0
+        if op == self._last:
+            return reduced, summed
+        match op.kind:
             case "prepare":
                 return counted.copies + self._fetched, self._masters
             case "offload":
@@ -124,8 +132,8 @@ class _State:
             case "reload":
                 return counted.parameters, 0
             case "reduce":
-                # Where gradients are shards, sums are dropped here; else gradients lie in them until the update.
-                return counted.reduced + self._moments + self._masters, counted.sums if counted.reduced else 0
+                fetched = self._moments + self._masters
+                return (fetched, 0) if self._last else (fetched + reduced, summed)
             case "update":
                 sums = 0 if counted.reduced else counted.sums
                 return 0, counted.reduced + sums + self._moments + counted.copies

@@ -69,6 +69,7 @@ class Settings:
       transport, route: see ``Boundary``.
       offloads: offload configuration by module; of modules without one nothing is offloaded.
       microbatches: microbatches that an op takes together, by module; one of modules that are missing.
+      overlap_grad_reduce: whether a step's last backward of a stage reduces its gradients, where it can.
     """
 
     optimizers: Mapping[str, OptimizerConfig]
@@ -79,6 +80,7 @@ class Settings:
     route: str = "leader"
     offloads: Mapping[str, OffloadConfig] = field(default_factory=dict)
     microbatches: Mapping[str, int] = field(default_factory=dict)
+    overlap_grad_reduce: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class PlacedModel:
                 total_steps=settings.total_steps,
                 dtype=dtype,
                 clip_norm=settings.clip_norm,
+                overlap_grad_reduce=settings.overlap_grad_reduce and self.layouts[stage.module].lanes == 1,
             )
             return Stage(stage, submesh, state)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec
 from mmjax import jax_compat, jaxprs
 from mmjax.mesh.spmd import PretracedSpmd, Spmd, with_sharding, zeros_of
 from mmjax.mesh.spread import Axes
+from mmjax.models.handles import reducing
 from mmjax.models.placeholders import listed_tokens
 from mmjax.models.stage_model import StageModel
-from mmjax.models.taps import Summed, Value
+from mmjax.models.taps import PRODUCT, Summed, Value
 from mmjax.pipeline.residuals import Residual, from_parameters_alone, require_small
 from mmjax.pipeline.stage_params import add_gradients, with_handles, with_scattered
 from mmjax.pipeline.stage_state import StageState
@@ -141,7 +142,7 @@ class StageFunctions:
         params = self._trained
         return [
             name
-            for name in summable(params, opened)
+            for name in summable(params, opened, every_dtype=self.state.reduces_in_backward)
             if DIMENSIONS.get(self._single_uses.get(name, "")) == params[name].ndim
         ]
 
@@ -149,6 +150,13 @@ class StageFunctions:
     def _scattered(self) -> frozenset[str]:
         """Whole parameters whose gradients backward scatters layer by layer."""
         return self.state.scattered
+
+    @cached_property
+    def reduced_in_backward(self) -> tuple[str, ...]:
+        """Names of the weights whose gradients a step's last backward reduces, layer by layer."""
+        if not self.state.reduces_in_backward:
+            return ()
+        return tuple(name for name in self._summed if self._single_uses[name] == PRODUCT)
 
     @cached_property
     def _single_uses(self) -> dict[str, str]:
@@ -161,8 +169,15 @@ class StageFunctions:
         for name in self._summed:
             like = Value(named[name].shape, jnp.float32, jax_compat.varying_axes(named[name]))
             total = totals[name].squeeze(0) if sums is not None else like.zeros()
-            summed[name] = Summed(weight=named[name], total=total)
+            summed[name] = self._with_reduction(name, Summed(weight=named[name], total=total))
         return with_leaves(params, summed)
+
+    def _with_reduction(self, name: str, summed: Summed) -> Summed:
+        """The summed weight with its reduction, if the stage's last backward of a step reduces its gradient."""
+        if name not in self.reduced_in_backward:
+            return summed
+        reduction = self.state.reductions[name]
+        return replace(summed, reduced=reduction.zeros(summed.total), reduction=reduction)
 
     def _apply(self, params: Tree, inputs: Tree, carry: Tree) -> Output:
         return self._output(self._losses if self.model.losses else None, params, inputs, carry)
@@ -194,6 +209,7 @@ class StageFunctions:
     def _output(self, result: Any, params: Tree, inputs: Tree, carry: Tree) -> Output:
         axes = self.submesh.axes
         params = with_handles(self.model, self.state, params)
+        inputs = self.model.completed(inputs, carry, self._cells)
         features, sums = self.model.forward(params, inputs, carry, axes, self._cells)
         stage_result = result(params, inputs, features, axes, sums) if result else None
         if not self.sends:
@@ -270,6 +286,17 @@ class StageFunctions:
         by_index = dict(zip(indices, residuals, strict=True))
         grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
         return add_gradients(sums, grads), carry_grads
+
+    def reducing_backward(
+        self, params: Tree, sums: Tree, inputs: Tree, carry: Tree, residuals: list[jax.Array], cotangent: Output
+    ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+        """The body of ``backward`` that reduces gradients too, those of ``reduced_in_backward``; they come last."""
+        by_index = dict(zip(self._read_residuals, residuals, strict=True))
+        with reducing(True):
+            grads, carry_grads = self._transpose(params, sums, inputs, carry, by_index, cotangent)
+        named = by_name(grads)
+        reduced = {name: named[name].reduced for name in self.reduced_in_backward}
+        return add_gradients(sums, grads), carry_grads, reduced
 
     def _transpose(
         self,

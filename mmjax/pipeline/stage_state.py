@@ -87,24 +87,28 @@ class StageState(StateShapes):
         are gradient shards of lent leaves, by name, from the stage that borrows them, and are added to the gradient.
         The borrowed gradients are shards for the owner of these leaves; they count in the owner's norm and not here.
         """
-        axes, is_scattered = self.submesh.axes, self.gathers.keys()
         lent, borrowed = (self.shared_specs(self._trained(shared)) for shared in (self.lent, self.borrowed))
-        zeros = by_name(self.zero)
-
-        def reduced(name: str, total: jax.Array) -> jax.Array:
-            zero = zeros[name]
-            return (zero.sum_shards if name in is_scattered else zero.reduce)(total.squeeze(0), axes)
-
-        def body(sums: Tree, returned: Shared) -> tuple[Tree, Shared, jax.Array]:
-            named = {name: reduced(name, total) for name, total in by_name(sums).items()}
-            grads = nested(named)
-            borrowed_grads = {name: named[name] for name in borrowed}
-            grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
-            rows = jnp.stack([self._squared_norm(m, grads) for m in self.modules])
-            return grads, borrowed_grads, rows[None]
-
         outs = (self.grad_specs, borrowed, self.rows_spec)
-        return Spmd(body, self.submesh.mesh, (self.sums_specs, lent), outs)
+        return Spmd(self.reduced, self.submesh.mesh, (self.sums_specs, lent), outs)
+
+    def reduced(
+        self, sums: Tree, returned: Shared, before: Mapping[str, jax.Array] = MappingProxyType({})
+    ) -> tuple[Tree, Shared, jax.Array]:
+        """The body of ``reduce``, inside ``shard_map``; ``before`` are gradients by name that are reduced already."""
+        axes, zeros, borrowed = self.submesh.axes, by_name(self.zero), self._trained(self.borrowed)
+
+        def reduce(name: str, total: jax.Array) -> jax.Array:
+            if name in before:
+                return before[name]
+            zero = zeros[name]
+            return (zero.sum_shards if name in self.gathers else zero.reduce)(total.squeeze(0), axes)
+
+        named = {name: reduce(name, total) for name, total in by_name(sums).items()}
+        grads = nested(named)
+        borrowed_grads = {name: named[name] for name in borrowed}
+        grads = self._without_borrowed(with_leaves(grads, {n: named[n] + g for n, g in returned.items()}))
+        rows = jnp.stack([self._squared_norm(m, grads) for m in self.modules])
+        return grads, borrowed_grads, rows[None]
 
     def _squared_norm(self, module: str, grads: Tree) -> jax.Array:
         """This rank's part of the module's squared gradient norm; 0 for a module without gradients here."""

@@ -29,7 +29,7 @@ from mmjax.optimizer_config import OptimizerConfig
 from mmjax.pipeline.gathers import Gather
 from mmjax.pipeline.state_bytes import param_dtype
 from mmjax.pipeline.trees import Shared, Tree, by_name, nested
-from mmjax.pipeline.zero import ZeroLeaf, shard_axes
+from mmjax.pipeline.zero import Reduction, ZeroLeaf, shard_axes
 
 State = dict[str, Any]
 """``{"master": {module: tree}, "opt": {module: optax state}}``; a frozen module has no ``opt``, and its masters are its
@@ -91,6 +91,7 @@ class StateShapes:
         total_steps: int,
         dtype: Any,
         clip_norm: float,
+        overlap_grad_reduce: bool = False,
     ):
         """Plans the state.
 
@@ -102,6 +103,7 @@ class StateShapes:
           total_steps: length of the learning rate schedules.
           dtype: dtype of the compute parameters.
           clip_norm: largest global gradient norm; 0 switches clipping off.
+          overlap_grad_reduce: whether the last backward of a step reduces the gradients, where it can.
         """
         self.model, self.submesh, self.dtype, self.clip_norm = model, submesh, dtype, clip_norm
         self.modules = tuple(modules)
@@ -119,6 +121,7 @@ class StateShapes:
         self.optimizers = {m: make_optimizer(optimizers[m], total_steps, decayed[m]) for m in decayed}
         self.learning_rates = {m: learning_rate(optimizers[m], total_steps) for m in sorted(self.trainable)}
         self._configs = dict(optimizers)
+        self._overlap_grad_reduce = overlap_grad_reduce
         self.averaged = frozenset(m for m in self.leaves if optimizers[m].ema)
 
     # ---- shapes and shardings ----------------------------------------------------------------------------------------
@@ -157,6 +160,27 @@ class StateShapes:
             for name, zero in by_name(self.zero).items()
         }
         return {name: gather for name, gather in gathers.items() if gather}
+
+    @cached_property
+    def reduces_in_backward(self) -> bool:
+        """Whether a step's last backward of the stage can reduce its gradients.
+
+        They are whole on several ranks, that is, matrices; layers are not stacked; no other stage has part of a
+        gradient.
+        """
+        layout, spread = self.submesh.layout, self.submesh.spread
+        trained = [zero.leaf for zero in jax.tree.leaves(self.zero) if zero.leaf.module in self.trainable]
+        specs = [leaf.spec(self.submesh.axes) for leaf in trained if len(leaf.shape) > 1]
+        ranks = (self.submesh.mesh.shape[axis] for spec in specs for axis in spread.gradient_axes(spec))
+        is_shared = any(count > 1 for count in ranks) and not layout.scatters_gradients
+        is_stacked = any(leaf.layers is not None for leaf in trained)
+        has_ties = bool(self._trained(self.lent) or self._trained(self.borrowed))
+        return self._overlap_grad_reduce and is_shared and not has_ties and not is_stacked
+
+    @cached_property
+    def reductions(self) -> dict[str, Reduction]:
+        """The sum of each parameter's gradient over ranks, by name."""
+        return {name: zero.reduction(self.submesh.axes) for name, zero in by_name(self.zero).items()}
 
     @property
     def scattered(self) -> frozenset[str]:

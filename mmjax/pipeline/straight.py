@@ -6,17 +6,19 @@ after another in ``lax.scan``, so the program's size does not grow with their nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.mesh.spmd import Program, to_devices, zeros_of
 from mmjax.mesh.transfer import LocalTransfer, Transfer
+from mmjax.pipeline.last_backward import last_backward, reducing_stages
 from mmjax.pipeline.one_program import ByStage, OneProgramExecutor
 from mmjax.pipeline.place import InputShapes, PlacedModel, TracedStages
 from mmjax.pipeline.stage import Output
@@ -91,11 +93,33 @@ class StraightExecutor(OneProgramExecutor):
         def microbatch(sums: Any, inputs: Inputs) -> Any:
             return self._microbatch(traced, params, sums, inputs, seeds)
 
-        sums, losses = lax.scan(microbatch, sums, inputs)
-        return self._finish(states, sums, losses)
+        if not (reducing := reducing_stages(self.schedule.graph, traced.stages)):
+            sums, losses = lax.scan(microbatch, sums, inputs)
+            return self._finish(states, sums, losses, {})
+        # The last microbatch is apart from the loop: its backward reduces gradients too.
+        before, last = jax.tree.map(lambda x: x[:-1], inputs), jax.tree.map(lambda x: x[-1], inputs)
+        sums, losses = lax.scan(microbatch, sums, before)
+        # Else its forward could come before the loop, and its residuals would lie in memory meanwhile.
+        sums, last = lax.optimization_barrier((sums, last))
+        reduced = dict[str, Any]()
+        sums, last_losses = self._microbatch(traced, params, sums, last, seeds, reducing, reduced)
+        losses = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), losses, last_losses)
+        return self._finish(states, sums, losses, reduced)
 
-    def _microbatch(self, traced: TracedStages, params: Any, sums: Any, inputs: Inputs, seeds: ByStage) -> Any:
-        """Traces the ops of one microbatch: F from sources to losses, then B back."""
+    def _microbatch(
+        self,
+        traced: TracedStages,
+        params: Any,
+        sums: Any,
+        inputs: Inputs,
+        seeds: ByStage,
+        reducing: Collection[str] = (),
+        reduced: dict[str, Any] | None = None,
+    ) -> Any:
+        """Traces the ops of one microbatch: F from sources to losses, then B back.
+
+        B of the stages ``reducing`` puts reduced gradients and norm rows into ``reduced``, by stage.
+        """
         graph, sums = self.schedule.graph, dict(sums)
         outs, grads, residuals, carry = {}, {}, {}, {name: {} for name in inputs}
         cotangents: dict[str, jax.Array] = {}
@@ -106,15 +130,20 @@ class StraightExecutor(OneProgramExecutor):
                     params[op.stage], inputs[op.stage], carry[op.stage]
                 )
             elif op.kind == "B":
-                received = carry[op.stage] if functions.backward_reads_carry else {}
-                sums[op.stage], grads[op.stage] = functions.backward(
+                args = (
                     params[op.stage],
                     sums[op.stage],
                     inputs[op.stage],
-                    received,
+                    carry[op.stage] if functions.backward_reads_carry else {},
                     residuals[op.stage],
                     Output(cotangents.get(op.stage), seeds.get(op.stage)),
                 )
+                if op.stage in reducing:
+                    assert reduced is not None
+                    backward = last_backward(functions, functions.state.reduce, in_place=False)
+                    sums[op.stage], *reduced[op.stage], grads[op.stage] = backward(*args)
+                else:
+                    sums[op.stage], grads[op.stage] = functions.backward(*args)
             else:
                 edge, boundary = graph.edge(op.edge), traced.boundaries[op.edge]
                 if op.backward:
@@ -124,12 +153,14 @@ class StraightExecutor(OneProgramExecutor):
                     carry[op.stage][edge.src] = _traced(boundary.forward, outs[edge.src].activation)
         return sums, {node.name: outs[node.name].result for node in graph.losses}
 
-    def _finish(self, states: dict[str, State], sums: Any, losses: ByStage) -> Any:
-        """Traces reduce, norm and update."""
+    def _finish(self, states: dict[str, State], sums: Any, losses: ByStage, done: Mapping[str, Any]) -> Any:
+        """Traces reduce, norm and update; ``done`` has reduced gradients and norm rows of stages without a reduce."""
         stages, reduced, rows, totals = self.placed.stages, {}, {}, {}
         new = dict(states)
         for op in self._tail_ops:
-            if op.kind == "reduce":
+            if op.stage in done and op.kind == "reduce":
+                reduced[op.stage], rows[op.stage] = done[op.stage]
+            elif op.kind == "reduce":
                 reduced[op.stage], _, rows[op.stage] = stages[op.stage].state.reduce(sums[op.stage], {})
             elif op.kind == "norm":
                 totals = self._norm.trace(rows)

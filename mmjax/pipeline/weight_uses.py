@@ -36,19 +36,24 @@ def single_uses(forward: Spmd, avals: Sequence[Any], marks: Collection[str]) -> 
     return {name: mark for mark in marks for name, count in zip(names, reads[mark], strict=False) if count == (1, 0)}
 
 
-def summable(params: Mapping[str, Any], opened: Collection[str]) -> list[str]:
+def summable(params: Mapping[str, Any], opened: Collection[str], *, every_dtype: bool = False) -> list[str]:
     """The names of weights whose products may add gradients to the weights' sums (see ``mmjax.models.taps``), if the
     weights have a single use of a mark of as many ``DIMENSIONS``.
 
-    Not fp32 weights: XLA computes their gradient and its sum in one kernel in any case. Not stacks of layers: a scan
-    would copy the sum of each layer.
+    Not stacks of layers: a scan would copy the sum of each layer. Not fp32 weights, but for ``every_dtype``: XLA
+    computes their gradient and its sum in one kernel in any case.
 
     Args:
       params: avals by name, such as {"llm/head": aval}.
       opened: names of the parameters that are not stored as they are used.
+      every_dtype: whether backward does more with the sum than to add to it.
     """
     ranks = DIMENSIONS.values()
-    return [name for name, x in params.items() if x.ndim in ranks and adds_to_sum(x.dtype) and name not in opened]
+    return [
+        name
+        for name, x in params.items()
+        if x.ndim in ranks and (every_dtype or adds_to_sum(x.dtype)) and name not in opened
+    ]
 
 
 def adds_to_sum(dtype: Any) -> bool:

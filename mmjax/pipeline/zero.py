@@ -29,6 +29,39 @@ SMALL = 1 << 14
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """The sum of a gradient over ranks, whole or this rank's shard of it. Inside ``shard_map``; reductions compare by
+    value, as programs need it.
+
+    Attributes:
+      axes: mesh axes over which the gradient, or its shard, is summed whole.
+      shards: mesh axes over which it is scattered before; () where it stays whole.
+      dimension, padding: the dimension that is scattered, and the zeros added to it before.
+    """
+
+    axes: tuple[str, ...]
+    shards: tuple[str, ...] = ()
+    dimension: int = 0
+    padding: int = 0
+
+    def __call__(self, local: jax.Array) -> jax.Array:
+        """This rank's part of the sum."""
+        if self.shards:
+            widths = [(0, self.padding if dim == self.dimension else 0) for dim in range(local.ndim)]
+            local = lax.psum_scatter(jnp.pad(local, widths), self.shards, scatter_dimension=self.dimension, tiled=True)
+        return lax.psum(local, self.axes)
+
+    def zeros(self, like: jax.Array) -> jax.Array:
+        """Zeros with the shape, dtype and varying axes of the result for a gradient ``like`` this one."""
+        shape = list(like.shape)
+        if self.shards:
+            ranks = math.prod(lax.axis_size(axis) for axis in self.shards)
+            shape[self.dimension] = (shape[self.dimension] + self.padding) // ranks
+        axes = jax_compat.varying_axes(like) - {*self.axes, *self.shards} | {*self.shards}
+        return jax_compat.to_varying(jnp.zeros(shape, like.dtype), sorted(axes))
+
+
+@dataclass(frozen=True)
 class ZeroLeaf:
     """Sharding of one stage array over the dp and cp ranks of a group.
 
@@ -123,12 +156,15 @@ class ZeroLeaf:
 
         A reduce-scatter in the rank's group, then a sum over groups; a repeated leaf is summed whole.
         """
+        return self.reduction(axes)(local)
+
+    def reduction(self, axes: Axes) -> Reduction:
+        """``reduce`` as a function of the gradient alone."""
+        shards, summed = shard_axes(self.leaf, axes), self._summed_axes(axes)
         if self.dimension is None:
-            return lax.psum(local, self._summed_axes(axes))
-        shards = shard_axes(self.leaf, axes)
-        return self.sum_shards(
-            lax.psum_scatter(self.pad(local), shards, scatter_dimension=self.dimension, tiled=True), axes
-        )
+            return Reduction(summed)
+        between_shards = tuple(axis for axis in summed if axis not in shards)
+        return Reduction(between_shards, shards, self.dimension, self.padding)
 
     def sum_shards(self, shard: jax.Array, axes: Axes) -> jax.Array:
         """This rank's shard of the gradient, summed over all tokens, from the shard that is summed over the rank's

@@ -118,7 +118,8 @@ def read_work(
         global_batch=recipe.train.global_batch,
         item=_item(recipe),
         options=works,
-        joins_microbatches=recipe.data.settings.reorder == "none" and recipe.train.lowering != "single",
+        joins_microbatches=recipe.train.lowering != "single",
+        overlap_grad_reduce=recipe.train.overlap_grad_reduce,
     )
 
 
@@ -174,12 +175,14 @@ def _samples(recipe: Recipe) -> int:
 
 
 def legal_tps(recipe: Recipe, module: str) -> tuple[int, ...]:
-    """Every tp of 1, 2, 4 and 8, ascending, that divides the sizes of a module: (1, 2, 4).
+    """Every tp of 1, 2, 4 and 8, ascending, that divides the sizes of a module: (1, 2, 4). An encoder of latents has 1.
 
     Args:
       recipe: the run's configuration.
       module: the module's name, such as "llm".
     """
+    if recipe.model[module].makes_latents:
+        return (1,)
     sizes = recipe.model.sizes(module)
     common = math.gcd(*sizes.by_tp.values(), *sizes.by_expert_tp.values())
     return tuple(tp for tp in TPS if common % tp == 0)

@@ -75,6 +75,11 @@ class Clock(Clocks, Protocol):
         ...
 
     @property
+    def platform(self) -> str:
+        """Platform of the devices, such as "gpu"."""
+        ...
+
+    @property
     def process(self) -> int:
         """Devices of a group in which no sender waits for its receiver; 0 where none waits. See `waiting_free`."""
         ...

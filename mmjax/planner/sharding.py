@@ -72,6 +72,19 @@ def once_a_step(groups: Sequence[SharedStates], layout: Layout, clock: Clock, *,
     return gather, reduce
 
 
+def beside_backward(reduce: float, backward: float, layers: int) -> float:
+    """Seconds of a reduction that a stage's last backward does not hide, where that reduces layer by layer.
+
+    The gradients of a layer are reduced beside the backward of the layer before; nothing hides those of the first.
+
+    Args:
+      reduce: seconds of the reduction.
+      backward: seconds of that backward, or of the W of a split one.
+      layers: number of the stage's layers.
+    """
+    return reduce / layers + max(0.0, reduce - backward) * (1 - 1 / layers)
+
+
 def beside_layers(
     compute: PassSeconds,
     groups: Sequence[SharedStates],

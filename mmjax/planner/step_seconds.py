@@ -15,13 +15,14 @@ from math import ceil, lcm
 
 from mmjax.data.together import Together
 from mmjax.mesh.layout import cell_count
+from mmjax.models.choices import AUTO
 from mmjax.models.config import LLM
 from mmjax.pipeline.state_bytes import StateBytes
 from mmjax.planner.candidates import Candidate
 from mmjax.planner.clock import Clocks, PassSeconds
 from mmjax.planner.cost import ROUNDING
 from mmjax.planner.experts import expert_sums, with_experts
-from mmjax.planner.sharding import beside_layers, once_a_step, shared_states
+from mmjax.planner.sharding import beside_backward, beside_layers, once_a_step, shared_states
 from mmjax.planner.stage_graph import stage_graph
 from mmjax.planner.traffic import edge_costs, exchange_seconds, whole_rows_seconds
 from mmjax.planner.work import StageMemory, StagePart, Work
@@ -187,6 +188,8 @@ class StepSeconds:
         layout, clock = self.candidate.layouts[name].across_lanes, self.clock.of(name)
         first = layout.first_rank(index) - self.candidate.kind_start(name)
         gather, reduce = once_a_step(shared_states(self.work, name, part, layout), layout, clock, first=first)
+        if reduce and (backward := self._beside(name, index, part)):
+            reduce = beside_backward(reduce, backward, part.layers)
         op, copies = self.clock.op, {}
         if name in self.candidate.offloads:
             states = self._states(name, part)
@@ -195,6 +198,19 @@ class StepSeconds:
             gather, reduce = gather + (0.0 if states.sums else copy_back), max(reduce, copy_back)
             copies = dict.fromkeys(("offload", "reload"), clock.copy(parameter_bytes)) if parameter_bytes else {}
         return {"prepare": gather + op, "reduce": reduce + op, "update": op, **copies}
+
+    def _beside(self, name: str, index: int, part: StagePart) -> float:
+        """Seconds of the op that reduces a stage's gradients too, a B or W; 0 where `reduce` has a program of its own.
+
+        See `mmjax.pipeline.last_backward`.
+        """
+        layout, setting = self.candidate.layouts[name], self.work.overlap_grad_reduce
+        overlaps = self.clock.of(name).platform == "gpu" if setting == AUTO else setting
+        is_split = self._splits(name)
+        if not overlaps or not part.layers or layout.lanes > 1 or layout.scatters_gradients or (index and not is_split):
+            return 0.0
+        backward = self.pass_seconds(name, part).backward - self.clock.op
+        return backward * self.w_share(name, part) if is_split else backward
 
     def gather_seconds(self, name: str, part: StagePart) -> float:
         """Seconds in which a lane gathers the parameters of a part of module `name`, with the host's time.

@@ -386,6 +386,7 @@ class Work:
       options: the work of each module whose `remat` a plan chooses, by module and value of `remat`, in ascending order
         of FLOPs: {"llm": {"dots": …, "full": …}}. `modules` has one of them, the first unless `with_remat` chose.
       joins_microbatches: whether an encoder may take several microbatches of a window together.
+      overlap_grad_reduce: `Train.overlap_grad_reduce`; 'auto' stands for GPUs alone.
     """
 
     modules: Mapping[str, ModuleWork] = field(hash=False)
@@ -394,6 +395,7 @@ class Work:
     gradient: int = 4
     options: Mapping[str, Mapping[str, ModuleWork]] = field(default_factory=dict, hash=False)
     joins_microbatches: bool = True
+    overlap_grad_reduce: bool | str = False
 
     @property
     def fastest_remat(self) -> dict[str, str]:

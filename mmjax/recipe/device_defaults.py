@@ -1,4 +1,4 @@
-"""Values for ``Train.unroll`` and the ``remat`` of modules where they are ``'auto'``.
+"""Values for ``Train.unroll``, ``Train.overlap_grad_reduce`` and the ``remat`` of modules where they are ``'auto'``.
 
 They are chosen here, on the host, before a program is traced. Imports no JAX.
 """
@@ -17,7 +17,7 @@ FITS: Mapping[str, float] = {"none": 0.75, "dots": 0.93, "full": 0.93}
 
 ``none`` must leave room: it gains little over ``dots``, and temporaries are estimates.
 """
-DEVICE_DEFAULTS = (".unroll", ".remat")
+DEVICE_DEFAULTS = (".unroll", ".overlap_grad_reduce", ".remat")
 """Ends of the names of these settings, such as "Train.unroll" and "llm/Decoder.remat"."""
 GIGA = 1e9
 GPU = "gpu"
@@ -73,11 +73,11 @@ class Resolved:
 
 
 def resolve(recipe: Recipe, device: TargetDevice, estimate: Callable[[Recipe], Estimate]) -> Resolved:
-    """Chooses values for ``Train.unroll`` and each module's ``remat`` if they are ``'auto'``; keeps other values.
+    """Chooses values for each of these settings that is ``'auto'``; keeps other values.
 
-    Layers are unrolled on GPUs. Modules recompute nothing on other devices, nor on GPUs where the estimate leaves room.
-    Else all of them keep their products ('dots'); if that does not fit, modules recompute all ('full'), first the one
-    that keeps most, until it fits.
+    On GPUs layers are unrolled, and gradients are reduced inside the last backward. Modules recompute nothing on other
+    devices, nor on GPUs where the estimate leaves room. Else all of them keep their products ('dots'); if that does not
+    fit, modules recompute all ('full'), first the one that keeps most, until it fits.
 
     Args:
       recipe: the run's configuration.
@@ -88,6 +88,7 @@ def resolve(recipe: Recipe, device: TargetDevice, estimate: Callable[[Recipe], E
     if recipe.train.unroll == AUTO:
         recipe = with_unroll(recipe, device.platform)
         lines += ["Train.unroll=True: on GPUs layers are unrolled"] * device.is_gpu
+    recipe = with_overlap(recipe, device.platform)
     names = open_remat(recipe)
     if not names:
         return Resolved(recipe, tuple(lines))
@@ -124,7 +125,7 @@ def _fitting_remat(
 
 def leaves_open(recipe: Recipe) -> bool:
     """Whether the recipe leaves a setting to the devices."""
-    return recipe.train.unroll == AUTO or bool(open_remat(recipe))
+    return AUTO in (recipe.train.unroll, recipe.train.overlap_grad_reduce) or bool(open_remat(recipe))
 
 
 def open_remat(recipe: Recipe) -> tuple[str, ...]:
@@ -137,6 +138,13 @@ def with_unroll(recipe: Recipe, platform: str) -> Recipe:
     if recipe.train.unroll != AUTO:
         return recipe
     return replace(recipe, train=replace(recipe.train, unroll=platform == GPU))
+
+
+def with_overlap(recipe: Recipe, platform: str) -> Recipe:
+    """The recipe with gradients reduced inside the last backward on a platform such as "gpu"; see ``with_unroll``."""
+    if recipe.train.overlap_grad_reduce != AUTO:
+        return recipe
+    return replace(recipe, train=replace(recipe.train, overlap_grad_reduce=platform == GPU))
 
 
 def with_remat(recipe: Recipe, names: Collection[str], remat: str) -> Recipe:
@@ -163,6 +171,8 @@ def with_earlier_defaults(recipe: Recipe, before: Recipe | None) -> Resolved:
     if train.unroll == AUTO and before.train.unroll != AUTO:
         train = replace(train, unroll=before.train.unroll)
         taken += ["Train.unroll=True"] * (train.unroll is True)
+    if train.overlap_grad_reduce == AUTO and before.train.overlap_grad_reduce != AUTO:
+        train = replace(train, overlap_grad_reduce=before.train.overlap_grad_reduce)
     recipe = replace(recipe, train=train)
     for name in open_remat(recipe):
         earlier = before.model.nodes.get(name)

@@ -22,9 +22,11 @@ def check_graph(model: ModelSpec) -> None:
       ConfigError: one line that names the setting, its value and a legal one.
     """
     roles: dict[str, Role] = {name: node.role for name, node in model.nodes.items()}
-    check_edges(model.flows, roles, LLM)
+    check_edges(model.flows, roles, LLM, model.latent_encoders)
     for name in model.encoders:
         _check_encoder(model, model[name])
+    for name in model.latent_encoders:
+        _check_latents(model, model[name])
     for edge in model.flows:
         _check_ends(model, edge)
         _check_layers(model, edge)
@@ -43,13 +45,36 @@ def _check_encoder(model: ModelSpec, node: ModuleSpec) -> None:
     require(bool(sources) or not reads_tokens, field, node.kind, fix)
 
 
+def _check_latents(model: ModelSpec, node: ModuleSpec) -> None:
+    """An encoder of latents is frozen, and encodes pictures of a generator of such latents, which has no others."""
+    (name,), optimizer = model.targets(node.name), node.optimizer
+    generator, settings = model[name], node.settings
+    fix = f"{node.name!r} encodes what {name!r} learns to make, which may not change; set it to True"
+    require(optimizer.frozen, f"{node.name}/Optimizer.frozen", optimizer.frozen, fix)
+    fix = f"{node.name!r} is frozen as a whole; set it to 0"
+    require(not node.lora.settings.rank, f"{node.name}/Lora.rank", node.lora.settings.rank, fix)
+    fix = f"{node.name!r} has no projector; use {node.name}/Callbacks.after"
+    require(not node.callbacks.projected, f"{node.name}/Callbacks.projected", node.callbacks.projected, fix)
+    fix = f"{node.name!r} encodes in the step; leave it out, or leave {node.name!r} out"
+    require(not generator.latents.path, f"{name}/Latents.path", generator.latents.path, fix)
+    folder, decoder = node.weights.path, generator.latents.autoencoder
+    fix = f"{node.name!r} encodes by {node.name}/Weights.path={folder!r}; name that folder, or leave the setting out"
+    require(not folder or decoder in ("", folder), f"{name}/Latents.autoencoder", decoder, fix)
+    fix = f"{name!r} makes no pictures, of which {node.name!r} could make latents; leave the edge out"
+    require(generator.settings.medium == "image" and not generator.speaks, "Model.edges", f"{node.name} -> {name}", fix)
+    channels = settings.latent_channels
+    fix = f"{node.name!r} makes latents of {channels} channels; set it to {channels}"
+    field = setting_name(name, generator.settings, "channels")
+    require(generator.settings.channels == channels, field, generator.settings.channels, fix)
+
+
 def _check_ends(model: ModelSpec, edge: EdgeSpec) -> None:
     """The target has places for the tokens, as the source's projector makes them."""
     source, target = model[edge.source], model[edge.target]
     if target.speaks:
         fix = f"{target.name!r} speaks and reads the LLM alone; leave the edge out"
         require(source.name == LLM, "Model.edges", edge.text, fix)
-    elif source.role == "encoder" and target.role == "generator":
+    elif source.role == "encoder" and target.role == "generator" and not source.makes_latents:
         fix = f"{source.name!r} encodes no images, which have places in a drawing; leave the edge out"
         require(source.settings.medium == "image", "Model.edges", edge.text, fix)
         fix = f"{target.name!r} makes {target.settings.medium}s, which have no places for an image; leave the edge out"

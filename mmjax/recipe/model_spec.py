@@ -83,7 +83,7 @@ class ModelSpec:
         if self.edges:
             return self.edges
         roles: dict[str, Role] = {name: node.role for name, node in self.nodes.items()}
-        return star(roles, LLM)
+        return star(roles, LLM, self.latent_encoders)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Names of the nodes whose tokens go to the node ``name``, in the order of the edges."""
@@ -114,10 +114,21 @@ class ModelSpec:
     def media(self) -> tuple[str, ...]:
         """Names of the nodes whose media have placeholders in the LLM's rows: encoders, then generators.
 
-        An encoder that reads another has none of its own, and neither has a generator of codes.
+        An encoder that reads another has none of its own, and neither has an encoder of latents, or a generator of
+        codes.
         """
         drawing = (name for name in self.generators if name not in self.talkers)
-        return (*(name for name in self.encoders if not self.sources(name)), *drawing)
+        apart = self.latent_encoders
+        return (*(name for name in self.encoders if name not in apart and not self.sources(name)), *drawing)
+
+    @property
+    def latent_encoders(self) -> tuple[str, ...]:
+        """Names of the encoders of latents."""
+        return tuple(name for name in self.encoders if self.nodes[name].makes_latents)
+
+    def encoder_of(self, generator: str) -> str:
+        """The name of the encoder of a generator's latents; "" for none."""
+        return next((name for name in self.sources(generator) if name in self.latent_encoders), "")
 
     @property
     def talkers(self) -> tuple[str, ...]:

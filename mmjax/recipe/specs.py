@@ -115,6 +115,11 @@ class ModuleSpec(PartSpec):
         """Whether it generates codes, which have no places in the text: a language model as a generator."""
         return self.role == "generator" and self.settings.medium is None
 
+    @property
+    def makes_latents(self) -> bool:
+        """Whether it is an encoder of latents, which has no projector."""
+        return self.settings.medium == "drawing"
+
     # ---- modified copies ---------------------------------------------------------------------------------------------
 
     def at(self, layout: Layout) -> ModuleSpec:
@@ -180,12 +185,15 @@ def encoder(name: str, settings: Any, projector: ProjectorConfig | None = None) 
       name: its name in the model, such as "vision".
       settings: of a family of encoders, such as ``ViTConfig``; or a ``Module`` of a user's class, such as
         ``Gated(GatedConfig())``.
-      projector: the projector at its end; by default one with the defaults.
+      projector: the projector at its end; by default one with the defaults. An encoder of latents has none, and is
+        frozen.
 
     Raises:
       ValueError: the settings are of no family of encoders, or the module's class cannot be imported by its name.
       ConfigError: the class of a module or of its settings lacks what mmjax reads; the message names it.
     """
+    if getattr(settings, "medium", None) == "drawing":
+        return _node(name, "encoder", settings, None).frozen()
     return _node(name, "encoder", settings, projector or ProjectorConfig())
 
 

@@ -1,4 +1,4 @@
-"""Checks that the data have something to draw, or to speak, for a model's generators. Imports no JAX."""
+"""Checks that generators have something to learn: media to draw, or to speak, and encoders of them. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmjax.recipe.recipe import Recipe
 
 
 def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> None:
-    """Requires that samples have something to draw, or to speak, for every trained generator.
+    """Requires that samples have something to draw, or to speak, for every trained generator, and encoders parameters.
 
     Args:
       recipe: the configuration, such as ``load_config(["digits_vlm"])``.
@@ -17,8 +17,12 @@ def require_targets(recipe: Recipe, media: Collection[str] | None = None) -> Non
         pictures are those of records.
 
     Raises:
-      ConfigError: they have nothing; one line that names a fix.
+      ConfigError: they have nothing, or an encoder has no folder; one line that names a fix.
     """
+    for name in recipe.model.latent_encoders if media is None else ():
+        fix = f"{name!r} would encode by random numbers; name the folder of an autoencoder, such as 'sd-2.1/vae'"
+        path = recipe.model[name].weights.path
+        require(bool(path or recipe.init_from(name)), f"{name}/Weights.path", path, fix)
     origin, talkers = recipe.data.origin, recipe.model.talkers
     drawn = recipe.data.drawn if media is None else set(media) & set(recipe.model.generators)
     for name in recipe.model.generators:

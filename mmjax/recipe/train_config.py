@@ -34,6 +34,8 @@ class TrainConfig:
       dtype: dtype of the computation, float32 or bfloat16; trained parameters and their moments stay float32.
       unroll: compile layers one after another instead of as a loop over a stack: a loop copies every layer's weights
         twice a microbatch on a GPU, and compiles faster. Checkpoints are the same. 'auto' unrolls on GPUs alone.
+      overlap_grad_reduce: reduce gradients over ranks layer by layer inside a step's last backward, beside the layers
+        before, where layers are unrolled. 'auto' does so on GPUs alone.
       clip_norm: largest norm of all modules' gradients together; 0 does not clip.
       log_every: steps between lines on the terminal; metrics.jsonl has every step.
       eval_every: steps between evaluations; 0 evaluates at the end only.
@@ -60,6 +62,7 @@ class TrainConfig:
     seed: int = 0
     dtype: str = "float32"
     unroll: bool | str = AUTO
+    overlap_grad_reduce: bool | str = AUTO
     clip_norm: float = 1.0
     log_every: int = 10
     eval_every: int = 0
@@ -91,7 +94,9 @@ class TrainConfig:
         require(not (self.debug_nans and self.lowering == "single"), "Train.lowering", self.lowering, fix)
         one_of("Train.dtype", self.dtype, DTYPES)
         fix = f"must be True, False or {AUTO!r}, which is True on GPUs"
-        require(isinstance(self.unroll, bool) or self.unroll == AUTO, "Train.unroll", self.unroll, fix)
+        for name in ("unroll", "overlap_grad_reduce"):
+            value = getattr(self, name)
+            require(isinstance(value, bool) or value == AUTO, f"Train.{name}", value, fix)
         for sink in self.sinks:
             one_of("Train.sinks", sink, SINKS)
         self._check_profile_steps()
@@ -109,6 +114,8 @@ class TrainConfig:
             reasons["window"] = f"Train.schedule={self.schedule!r} has none; it belongs to {WINDOWED[0]!r}"
         if not self.eval_samples:
             reasons |= dict.fromkeys(("eval_every", "predictions"), "Train.eval_samples=0 skips evaluation")
+        if self.overlap_grad_reduce is True and self.unroll is False:
+            reasons["overlap_grad_reduce"] = "Train.unroll=False stacks layers, whose gradients are complete together"
         return reasons
 
     def _check_profile_steps(self) -> None:

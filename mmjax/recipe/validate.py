@@ -55,10 +55,10 @@ def validate(recipe: Recipe, *, trained: bool = True) -> None:
 def _check_data(recipe: Recipe) -> None:
     """Requires modules for the media of the data, and a tokenizer's folder for datasets with its template."""
     data, model = recipe.data, recipe.model
+    for name in model.latent_encoders:
+        fix = f"{name!r} encodes pictures of records; name some in Data.sources, or leave {name!r} out"
+        require(bool(data.sources), "Data.task", data.settings.task, fix)
     data.check_modules(model.media_of("encoder"), model.media_of("generator"))
-    for name, layout in model.layouts.items():
-        fix = f"orders single microbatches, and {name}/Layout.microbatches={layout.microbatches}; set it to 'none'"
-        require(not layout.takes_several or data.settings.reorder == "none", "Data.reorder", data.settings.reorder, fix)
     for name, source in data.sources.items():
         source.check_template(name, data.settings.tokenizer)
         source.check_axes(name, model.llm.settings.grid_setting)

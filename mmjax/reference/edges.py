@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def media_encoders(model: MultimodalModel) -> list[str]:
-    """Names of the encoders of media, such as ["vision", "audio"], in the model's order; others read the tokens of an
-    encoder.
+    """Names of the encoders of media, such as ["vision", "audio"], in the model's order.
+
+    Left out are those that read the tokens of an encoder, and encoders of latents.
 
     ``model`` is as ``build_model(recipe, tokenizer)`` gives it.
     """
-    return [name for name in model.encoders if not model.into(name)]
+    latents = [edge.source for edge in model.edges if edge.latents]
+    return [name for name in model.encoders if name not in latents and not model.into(name)]
 
 
 def first_encoder(model: MultimodalModel, name: str) -> str:

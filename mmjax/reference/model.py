@@ -19,6 +19,7 @@ from mmjax.reference.callbacks import Calls
 from mmjax.reference.decoder import Loads, decode, decode_loss, draw_loss, integrate, speak_losses
 from mmjax.reference.edges import edges_into_llm, first_encoder, image_before, media_encoders, nearest_tokens
 from mmjax.reference.encoders import encode
+from mmjax.reference.latents import latent_encoders, with_latents
 from mmjax.reference.lora import merged
 from mmjax.reference.masks import masks_of
 from mmjax.reference.positions import Grid, token_positions
@@ -48,6 +49,8 @@ def _encode_all(leaves: Leaves, model: MultimodalModel, sample: Sample) -> Encod
         raise ValueError(f"Sample.media: {sorted(unknown)} are no encoders of the model; add them to Model.encoders")
     encoded: Encoded = {}
     for name, node in model.encoders.items():
+        if name in latent_encoders(model).values():
+            continue
         levels, projector = _levels(model, name), node.projector or ProjectorConfig()
         if not model.into(name):
             encoded[name] = [encode(leaves, name, model, medium, levels) for medium in sample.media.get(name, ())]
@@ -242,6 +245,7 @@ def loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> dict[st
 def _loss_sums(leaves: Leaves, model: MultimodalModel, sample: Sample) -> tuple[dict[str, jax.Array], Loads]:
     """`loss_sums`, and the loads of experts by leaf of the router's bias."""
     leaves, model = merged(leaves, model)
+    sample = with_latents(leaves, model, sample)
     encoded = _encode_all(leaves, model, sample)
     text, loads, hidden_ND = _text(leaves, model, sample, encoded)
     losses = {f"llm/{name}": value for name, value in text.items()}
@@ -296,7 +300,7 @@ def _conditions(
         sides = [-(-side // (dit.patch * dit.merge)) for side in picture.shape[: picture.ndim - 1]]
         count = dit.queries or math.prod(sides)
         at = positions[first : first + count]
-        encoders = [edge.source for edge in model.into(name) if edge.source in model.encoders]
+        encoders = [edge.source for edge in model.into(name) if edge.source in model.encoders and not edge.latents]
         yield hidden_ND[at], {source: _seen(model, sample, source, encoded, at[0], sides) for source in encoders}
         first += count
     if first != len(positions):
@@ -344,7 +348,8 @@ def denominators(model: MultimodalModel, samples: Sequence[Sample]) -> dict[str,
     encoder with a loss its number of patches; "samples", "llm_tokens" and "media" are numbers of these.
     """
     text = float(sum(sample.loss_weights[1:].sum(dtype=np.float64) for sample in samples))
-    media = {name: [m for s in samples for m in s.media.get(name, ())] for name in (*model.encoders, *model.generators)}
+    names = (*(name for name in model.encoders if name not in latent_encoders(model).values()), *model.generators)
+    media = {name: [m for s in samples for m in s.media.get(name, ())] for name in names}
     counts = {"samples": len(samples), "llm_tokens": sum(len(sample.tokens) for sample in samples)}
     counts["media"] = sum(map(len, media.values()))
     counts |= {name: sum(m.size for m in media[name]) for name in model.generators}

@@ -3,7 +3,7 @@
 `simulate` starts an op when all ops that it waits for have ended: its dependencies, the ops that it awaits, and the
 last op before it on each resource that it occupies. These follow from the schedule alone, so they are computed once.
 Then times are maxima and sums, in waves of ops that do not wait for each other. Costs are tables with a column for each
-case.
+case; an op of several microbatches costs as much as all of them.
 
 Legend: C costs that vary, M microbatches, K cases (orders of the microbatches, say), N ops that take time.
 """
@@ -55,6 +55,7 @@ class Recurrence:
         kinds = {name: "FBW"[: 1 + graph.stage(name).backward + graph.stage(name).split] for name in names}
         self.schedule = schedule
         self.keys = tuple((kind, name) for name in names for kind in kinds[name])
+        self._spans = [graph.stage(name).microbatches for _, name in self.keys]
         costs = costs.split_as(graph)
         place = {key: i * schedule.microbatches for i, key in enumerate(self.keys)}
         waits = _waits(schedule)
@@ -86,7 +87,7 @@ class Recurrence:
             above.append(_union(direct, above))
             timed.append((len(self.ops),))
             if key in place:
-                self._cost.append(place[key] + op.microbatch)
+                self._cost.append(place[key] + op.microbatch)  # with those of its other microbatches: see `costs`
             else:
                 self._cost.append(offset + constants.setdefault(constant, len(constants)))
         self._above, self._constants = above, list(constants)
@@ -107,10 +108,27 @@ class Recurrence:
         return ends_NK
 
     def costs(self, table_CMK: np.ndarray) -> np.ndarray:
-        """All costs [X, K] as `advance` reads them: first the C · M varying ones of `table_CMK`, then the constants."""
-        varying = table_CMK.reshape(-1, table_CMK.shape[-1])
+        """All costs [X, K] as `advance` reads them: first the C · M varying ones, then the constants.
+
+        The varying ones are those of `table_CMK`. A microbatch that begins an op of several has the costs of all.
+        """
+        varying = self.of_ops(table_CMK).reshape(-1, table_CMK.shape[-1])
         constants = np.array(self._constants, varying.dtype)[:, None]
         return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
+
+    def of_ops(self, table_CMK: np.ndarray) -> np.ndarray:
+        """The costs of ops, each at its first microbatch, in a table like that of `makespans`.
+
+        The other microbatches of an op keep their costs, which no op has.
+        """
+        if max(self._spans, default=1) == 1:
+            return table_CMK
+        result_CMK = table_CMK.copy()
+        for costs_MK, summed_MK, span in zip(table_CMK, result_CMK, self._spans, strict=True):
+            if span > 1:
+                firsts = np.arange(0, self.schedule.microbatches, span)
+                summed_MK[firsts] = np.add.reduceat(costs_MK, firsts, axis=0)
+        return result_CMK
 
     def advance(self, ends_NK: np.ndarray, costs_XK: np.ndarray, waves: Sequence[Wave]) -> None:
         """Writes the ends of the ops in `waves` into `ends_NK`, which has the ends of the ops that they wait for.

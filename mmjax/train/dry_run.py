@@ -37,6 +37,7 @@ from mmjax.viz.layout import draw_layout
 
 COMPILE_SECONDS: Mapping[str, float] = {
     "step": 11.0, "B": 1.9, "F": 1.8, "W": 0.6, "infer": 0.8, "update": 0.8, "reduce": 0.5, "prepare": 0.3,
+    "B+reduce": 2.4, "W+reduce": 1.1,
 }  # fmt: skip
 """Seconds of one CPU core to trace and compile a program of each kind: means over the digits configurations on CPU.
 

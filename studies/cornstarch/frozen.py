@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model, cut with and without regard to what is frozen."""
+    """A model, cut with and without regard to frozen modules."""
 
     name: str
     aware: Case
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def published(self) -> float:
-        """Throughput of the aware cut over that of the other, measured."""
+        """Measured throughput of the aware cut over the other cut's."""
         return self.aware.throughput / self.unaware.throughput
 
     @cached_property
@@ -122,8 +122,8 @@ def rows() -> Iterator[Row]:
             "predicted, same stages": model.same_stages,
             "predicted, stages of Table 9": model.table_9,
         }
-        for what, value in named.items():
-            case = f"frozen-aware / unaware, {model.name}: {what}"
+        for quantity, value in named.items():
+            case = f"frozen-aware / unaware, {model.name}: {quantity}"
             yield Row(bench="cornstarch", case=case, value=value, unit="ratio")
 
 

@@ -88,15 +88,15 @@ Times = Callable[[str, str], Timed]
 
 def by_datasheet(name: str, size: str) -> Timed:
     """A module by its FLOPs, on one A40."""
-    layer, rest = _flops(name, size)
+    layer, head = _flops(name, size)
     rate, shape = A40.flops * EFFICIENCY, SHAPES[name][size]
     factor = backward_factor(trained=False, trained_before=name == LLM, recompute=True)
-    return Timed(name=name, layers=shape.layers, layer=layer / rate, head=rest / rate, backward=factor)
+    return Timed(name=name, layers=shape.layers, layer=layer / rate, head=head / rate, backward=factor)
 
 
 def by_tables(name: str, size: str) -> Timed:
     """A module by the published times of stages."""
-    layer, rest = _flops(name, size)
+    layer, head = _flops(name, size)
     layers = SHAPES[name][size].layers
     if name == LLM:
         alone = {encoder: _median(lambda case: case.stages[0] * case.forward[1], size, encoder) for encoder in "VA"}
@@ -106,7 +106,7 @@ def by_tables(name: str, size: str) -> Timed:
         seconds = _median(lambda case: case.stages[1] * case.forward[0], "SML", name[0].upper(), size)
         backward = 0.0
     seconds /= 1e3  # published in milliseconds
-    head = rest / (layers * layer + rest)
+    head = head / (layers * layer + head)
     return Timed(name=name, layers=layers, layer=seconds * (1 - head) / layers, head=seconds * head, backward=backward)
 
 
@@ -121,5 +121,5 @@ def _median(value: Callable[[Case], float], llms: str, encoder: str, sizes: str 
 
 @cache
 def _flops(name: str, size: str) -> tuple[float, float]:
-    """FLOPs of a forward in one layer, and in what is no layer."""
+    """FLOPs of a forward in one layer, and outside of layers."""
     return by_layer(lambda module: module.forward_flops([TOKENS[name]]), SHAPES[name][size])

@@ -55,12 +55,12 @@ class Prediction:
 
     @cached_property
     def ratio(self) -> float:
-        """Throughput of modality parallelism over that of colocated encoders, per GPU."""
+        """Throughput per GPU, of modality parallelism over colocated encoders."""
         return self._seconds(self._colocated) / self._seconds(self._apart)
 
     @cached_property
     def over_replicated(self) -> float:
-        """Throughput of modality parallelism over that of replicated encoders, per GPU."""
+        """Throughput per GPU, of modality parallelism over replicated encoders."""
         return self._seconds(replicated(*self._timed, REPLICATED)) / self._seconds(self._apart)
 
     @property
@@ -77,13 +77,17 @@ class Prediction:
     def coupled(self) -> tuple[int, ...]:
         """Stages of the encoders as Algorithm 1 has them: the fewest within the time of an average LLM stage."""
         llm, *_ = self.pair.modality
-        seconds = [(own.layers * own.layer + own.head) * (1 + own.backward) for own in self.modules.values()]
-        return tuple(math.ceil(own / (seconds[-1] / llm)) for own in seconds[:-1])
+        seconds = [
+            (module.layers * module.layer + module.head) * (1 + module.backward) for module in self.modules.values()
+        ]
+        return tuple(math.ceil(encoder / (seconds[-1] / llm)) for encoder in seconds[:-1])
 
     @property
     def _timed(self) -> tuple[tuple[TimedModule, ...], TimedModule]:
         """Encoders and LLM in layers; their seconds are in `modules`."""
-        *encoders, llm = (TimedModule(name=own.name, layers=own.layers, seconds=1.0) for own in self.modules.values())
+        *encoders, llm = (
+            TimedModule(name=module.name, layers=module.layers, seconds=1.0) for module in self.modules.values()
+        )
         return tuple(encoders), llm
 
     @cached_property
@@ -106,7 +110,7 @@ class Prediction:
         for stage, load in self._loads(placement).items():
             forward = {name: layers * self.modules[name].layer for name, layers in load.items()}
             seconds["F", stage, False] = sum(forward.values())
-            seconds["B", stage, False] = sum(own * self.modules[name].backward for name, own in forward.items())
+            seconds["B", stage, False] = sum(took * self.modules[name].backward for name, took in forward.items())
         return seconds
 
     def _loads(self, placement: Placement) -> dict[str, Mapping[str, float]]:

@@ -20,21 +20,21 @@ def rows() -> Iterator[Row]:
     yield from frozen.rows()
     for source in SOURCES:
         for cut in CUTS:
-            for one in (*predictions(source, cut), Prediction(pair=END_TO_END, source=source, cut=cut)):
-                yield _row(one, f"simulated, {source}, {cut}", one.ratio)
-                if cut == EVEN and one.pair in PAIRS:
+            for prediction in (*predictions(source, cut), Prediction(pair=END_TO_END, source=source, cut=cut)):
+                yield _row(prediction, f"simulated, {source}, {cut}", prediction.ratio)
+                if cut == EVEN and prediction.pair in PAIRS:
                     yield Row(
                         bench="cornstarch",
-                        case=f"modality / replicated, {one.pair.name}: simulated, {source}, {cut}",
-                        value=one.over_replicated,
+                        case=f"modality / replicated, {prediction.pair.name}: simulated, {source}, {cut}",
+                        value=prediction.over_replicated,
                         unit="ratio",
                     )
-    for one in predictions("datasheet", EVEN):
-        yield _row(one, "published", one.pair.published)
+    for prediction in predictions("datasheet", EVEN):
+        yield _row(prediction, "published", prediction.pair.published)
 
 
-def _row(one: Prediction, what: str, value: float) -> Row:
-    case = f"modality / colocated, Table {one.pair.table}, {one.pair.name}: {what}"
+def _row(prediction: Prediction, quantity: str, value: float) -> Row:
+    case = f"modality / colocated, Table {prediction.pair.table}, {prediction.pair.name}: {quantity}"
     return Row(bench="cornstarch", case=case, value=value, unit="ratio")
 
 
@@ -49,11 +49,14 @@ def _signs() -> str:
     lines.append("|---" * 7 + "|")
     for source in SOURCES:
         for cut in CUTS:
-            found = predictions(source, cut)
-            groups = [[one for one in found if one.pair.table == table] for table in TABLES]
-            far = [one for one in found if abs(one.pair.published - 1) > SAME]
-            counts = [f"{sum(one.agrees for one in group)} of {len(group)}" for group in (*groups, found, far)]
-            error = sum(abs(one.error) for one in found) / len(found)
+            predicted = predictions(source, cut)
+            groups = [[prediction for prediction in predicted if prediction.pair.table == table] for table in TABLES]
+            far = [prediction for prediction in predicted if abs(prediction.pair.published - 1) > SAME]
+            counts = [
+                f"{sum(prediction.agrees for prediction in group)} of {len(group)}"
+                for group in (*groups, predicted, far)
+            ]
+            error = sum(abs(prediction.error) for prediction in predicted) / len(predicted)
             lines.append(f"| {source}, {cut} | {' | '.join(counts)} | {error:.1%} |")
     return "\n".join(lines)
 
@@ -67,9 +70,13 @@ def _pairs() -> str:
     ]
     for sheet, timed in zip(*(predictions(source, EVEN) for source in SOURCES), strict=True):
         pair = sheet.pair
-        cells = [str(pair.table), pair.name, *("+".join(map(str, own)) for own in (pair.colocated, pair.modality))]
+        cells = [
+            str(pair.table),
+            pair.name,
+            *("+".join(map(str, stages)) for stages in (pair.colocated, pair.modality)),
+        ]
         cells.append(f"{pair.published:.3f}")
-        for one in (sheet, timed):
-            cells += [f"{one.ratio:.3f}{'' if one.agrees else ' ✗'}", f"{one.error:+.0%}"]
+        for prediction in (sheet, timed):
+            cells += [f"{prediction.ratio:.3f}{'' if prediction.agrees else ' ✗'}", f"{prediction.error:+.0%}"]
         lines.append(f"| {' | '.join(cells)} | {timed.over_replicated:.2f} |")
     return "\n".join(lines)

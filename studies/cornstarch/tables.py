@@ -45,7 +45,7 @@ class Pair:
 
     @property
     def published(self) -> float:
-        """Throughput of modality parallelism over that of colocated encoders, per GPU."""
+        """Throughput per GPU, of modality parallelism over colocated encoders."""
         return self.throughputs[1] / self.throughputs[0]
 
 

@@ -1,4 +1,4 @@
-"""What an encoder gains by a cp of its own, where the LLM's rows are long: programs of both, and a step by a roofline.
+"""The gain of an encoder that has a cp of its own beside an LLM with long rows: programs, and a step by a roofline.
 
 Three encoders beside one LLM on the same devices. *Inherited, copied*: Megatron-LM's ranks of cp all encode the same
 images. *Inherited, split*: they share each image's patches. *Own*: cp and tp are 1, and as many lanes as the LLM has
@@ -44,12 +44,12 @@ class Encoder:
     @property
     def flops(self) -> float:
         """Compiled, a microbatch."""
-        return sum(sum(one.flops.values()) for one in self.stage.both()) / self.lanes
+        return sum(sum(work.flops.values()) for work in self.stage.both()) / self.lanes
 
     @property
     def bytes(self) -> float:
         """Read and written by the compiled programs, a microbatch."""
-        return sum(one.bytes for one in self.stage.both()) / self.lanes
+        return sum(work.bytes for work in self.stage.both()) / self.lanes
 
     @property
     def sent(self) -> float:
@@ -128,7 +128,7 @@ CASES = (
 def rows() -> Iterator[Row]:
     """For each case and encoder its work, and the step over the step with an own layout."""
     for case in CASES:
-        words, own = f"1B+7B, {case.tokens:,} tokens, cp {case.cp}", case.encoders["own"].seconds
+        words, own_seconds = f"1B+7B, {case.tokens:,} tokens, cp {case.cp}", case.encoders["own"].seconds
         for name, encoder in case.encoders.items():
             where = f"{words}, encoder {name}"
             yield row_of(f"{where}: F and B, predicted", encoder.seconds * 1e3, "ms")
@@ -136,7 +136,7 @@ def rows() -> Iterator[Row]:
             yield row_of(f"{where}: F and B, compiled", encoder.bytes / 1e9, "GB")
             yield row_of(f"{where}: collectives of F and B, compiled", encoder.sent / 2**20, "MiB")
             for llm, took in (("by blocks", case.llm), ("cuDNN's", case.fused_llm)):
-                ratio = (took + encoder.seconds) / (took + own)
+                ratio = (took + encoder.seconds) / (took + own_seconds)
                 yield row_of(f"{where}: step over own, LLM's attention {llm}, predicted", ratio, "ratio")
         yield row_of(f"{words}: LLM, F and B by blocks, predicted", case.llm * 1e3, "ms")
         yield row_of(f"{words}: LLM, F and B by cuDNN, all-to-all, predicted", case.fused_llm * 1e3, "ms")
@@ -149,12 +149,16 @@ def tables() -> dict[str, str]:
     lines = ["| LLM | encoder | TFLOP | GB | collectives, MiB | F + B, ms | step over own | published |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        first, own, llm = f"{case.tokens:,}, cp {case.cp}", case.encoders["own"].seconds, (case.llm, case.fused_llm)
+        first, own_seconds, llm = (
+            f"{case.tokens:,}, cp {case.cp}",
+            case.encoders["own"].seconds,
+            (case.llm, case.fused_llm),
+        )
         for name, encoder in case.encoders.items():
-            about = [f"{encoder.flops / 1e12:.1f}", f"{encoder.bytes / 1e9:.0f}", f"{encoder.sent / 2**20:,.0f}"]
-            ratios = " to ".join(f"{(took + encoder.seconds) / (took + own):.2f}" for took in llm)
+            cells = [f"{encoder.flops / 1e12:.1f}", f"{encoder.bytes / 1e9:.0f}", f"{encoder.sent / 2**20:,.0f}"]
+            ratios = " to ".join(f"{(took + encoder.seconds) / (took + own_seconds):.2f}" for took in llm)
             shown = (ratios, f"{case.published:.2f}") if name != "own" else ("", "")
-            lines.append("| " + " | ".join([first, name, *about, f"{encoder.seconds * 1e3:.1f}", *shown]) + " |")
+            lines.append("| " + " | ".join([first, name, *cells, f"{encoder.seconds * 1e3:.1f}", *shown]) + " |")
         lines.append(f"| {first} | (the LLM) | | | | {llm[0] * 1e3:,.0f} to {llm[1] * 1e3:,.0f} | | |")
         programs.cache_clear()
     return {"An encoder's own layout beside long rows": "\n".join(lines)}

@@ -1,4 +1,4 @@
-"""The memory that a dry run counts for each program, against what XLA compiles for H100s; no time, nothing has run."""
+"""The memory that a dry run counts for each program, against the program that XLA compiles for H100s; no times."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def forecasts(gin: str, bindings: tuple[str, ...]) -> Iterator[tuple[str, Foreca
 def rows() -> Iterator[Row]:
     """The largest error of each configuration and kind of program."""
     for name, configuration in {**MADE_ON, **SHOWN_ON}.items():
-        for kind, found in _by_kind(*configuration).items():
-            worst = max(found, key=lambda memory: abs(memory.error))
+        for kind, forecasts in _by_kind(*configuration).items():
+            worst = max(forecasts, key=lambda memory: abs(memory.error))
             yield row_of(f"{name}: memory of {kind}, counted over compiled", 1 + worst.error, "ratio")
 
 
@@ -92,7 +92,7 @@ def table() -> str:
     for words, configurations in (("made on", MADE_ON), ("shown on", SHOWN_ON)):
         for name, configuration in configurations.items():
             by_kind = _by_kind(*configuration)
-            most = max(memory.compiled for found in by_kind.values() for memory in found)
+            most = max(memory.compiled for forecasts in by_kind.values() for memory in forecasts)
             cells = [_range([memory.error for memory in by_kind[kind]]) for kind in FORECAST]
             lines.append(f"| {words}: {name} | {' | '.join(cells)} | {most / 2**30:.1f} GiB |")
     return "\n".join(lines)

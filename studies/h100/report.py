@@ -1,4 +1,4 @@
-"""The H100 programs of LLaVA-1.5's LLM and of a stage of Llama 3 70B, by way of attention; and what overlap gains.
+"""The H100 programs of LLaVA-1.5's LLM and of a stage of Llama 3 70B, by way of attention; and the gain of overlap.
 
 All figures are of compiled programs and a roofline; nothing has run.
 """
@@ -43,7 +43,7 @@ STEPCCL = {4: (1.10, 1.12), 8: (1.15, 1.17)}
 
 @dataclass(frozen=True)
 class Case:
-    """A model of which stages are compiled.
+    """A model whose stages are compiled.
 
     Attributes:
       name: in words.
@@ -63,11 +63,11 @@ class Case:
     rows: int = 1
 
 
-def _tensor_parallel(preset: str, layers: int, tp: int, tokens: int, *more: str) -> tuple[str, ...]:
+def _tensor_parallel(preset: str, layers: int, tp: int, tokens: int, *bindings: str) -> tuple[str, ...]:
     """Settings of three stages of some layers each, at tp; the encoder behind them."""
     sizes = (f"llm/Decoder.preset='{preset}'", f"llm/Decoder.layers={3 * layers}", f"Data.sequence_length={tokens}")
     layout = ("llm/Layout.pp=3", f"llm/Layout.tp={tp}", f"vision/Layout.rank_offset={3 * tp}")
-    return (*sizes, *layout, "llm/Packing.buckets=()", "Train.global_batch=3", "Train.microbatches=3", *more)
+    return (*sizes, *layout, "llm/Packing.buckets=()", "Train.global_batch=3", "Train.microbatches=3", *bindings)
 
 
 CASES = (
@@ -135,8 +135,8 @@ class Stage:
     @classmethod
     def with_settings(cls, bindings: tuple[str, ...], name: str) -> Stage:
         """A stage of ``GIN`` with other settings."""
-        found = programs(bindings)
-        return cls(found.compiled(f"F {name}"), found.compiled(f"B {name}"))
+        compiled_programs = programs(bindings)
+        return cls(compiled_programs.compiled(f"F {name}"), compiled_programs.compiled(f"B {name}"))
 
     def both(self, rates: Rates = H100) -> tuple[Work, Work]:
         """The work of both."""
@@ -153,11 +153,11 @@ class Stage:
 
     def pairs(self, tokens: int) -> int:
         """Arrays of all pairs of a row's tokens."""
-        return sum(len(pair_arrays(one.module, tokens)) for one in (self.forward, self.backward))
+        return sum(len(pair_arrays(program.module, tokens)) for program in (self.forward, self.backward))
 
     def logits(self, tokens: int, vocab: int) -> int:
         """fp32 arrays of all tokens' logits."""
-        return sum(len(logit_arrays(one.module, tokens, vocab)) for one in (self.forward, self.backward))
+        return sum(len(logit_arrays(program.module, tokens, vocab)) for program in (self.forward, self.backward))
 
 
 def rows() -> Iterator[Row]:
@@ -193,26 +193,26 @@ def _stage_rows(case: Case, way: str, stage: Stage, words: str, name: str) -> It
 
 def collectives(stage: Stage) -> Mapping[str, tuple[float, float]]:
     """Number and bytes of each kind of collective in forward and backward."""
-    found: dict[str, tuple[float, float]] = {}
+    by_kind: dict[str, tuple[float, float]] = {}
     for work in stage.both():
         for kind, sent in work.collectives.items():
-            count, size = found.get(kind, (0.0, 0.0))
-            found[kind] = count + sent.count, size + sent.bytes
-    return found
+            count, size = by_kind.get(kind, (0.0, 0.0))
+            by_kind[kind] = count + sent.count, size + sent.bytes
+    return by_kind
 
 
 def _overlap(tp: int) -> dict[str, tuple[float, ...]]:
     """The ``GAINS`` by model, on DistTrain's devices."""
-    found: dict[str, tuple[float, ...]] = {}
+    gains: dict[str, tuple[float, ...]] = {}
     for name, preset in (("Llama 3 7B", "vicuna-7b"), ("Llama 3 70B", "llama3-70b")):
         case = Case(name, _tensor_parallel(preset, 4, tp, 8192, "llm/Decoder.remat='dots'"), 8192, 0, "llm.1", "llm.2")
         both = Stage.of(case, "cudnn", case.inner).both(A800)
         none, ordered = sum(work.total for work in both), sum(work.ordered for work in both)
-        whole, chunked = sum(work.hidden for work in both), sum(work.chunked(CHUNKS) for work in both)
+        hidden, chunked = sum(work.hidden for work in both), sum(work.chunked(CHUNKS) for work in both)
         rings = replace(case, bindings=(*case.bindings, "llm/Layout.overlap=True"))
         compiled = sum(work.ordered for work in Stage.of(rings, "cudnn", case.inner).both(A800))
-        found[name] = none / whole, none / chunked, ordered / whole, none / compiled
-    return found
+        gains[name] = none / hidden, none / chunked, ordered / hidden, none / compiled
+    return gains
 
 
 def row_of(case: str, value: float, unit: str) -> Row:
@@ -240,8 +240,8 @@ def _settings_table() -> str:
                 ideal, (added, beside) = stage.model_flops() / DATASHEET.flops, stage.seconds
                 faster = sum(work.ordered for work in stage.both(TARGETS["h100"].fast_rates))
                 values = [f"{added * 1e3:.1f}", *(f"{ideal / seconds:.1%}" for seconds in (added, faster, beside))]
-                held = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
-                lines.append("| " + " | ".join([case.name, words, setting, *values, held]) + " |")
+                temporaries = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
+                lines.append("| " + " | ".join([case.name, words, setting, *values, temporaries]) + " |")
         programs.cache_clear()
     return "\n".join(lines)
 
@@ -258,14 +258,14 @@ def _ways_table(case: Case) -> str:
                 added, beside = stage.seconds
                 times = [f"{added * 1e3:.1f}", f"{ideal / added:.0%}", f"{ideal / beside:.0%}"]
             arrays = [str(stage.pairs(case.tokens)), str(stage.logits(case.rows * case.tokens, case.vocab))]
-            held = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
-            lines.append("| " + " | ".join([f"`{way}`", words, *times, held, *arrays]) + " |")
+            temporaries = f"{stage.backward.temporary_bytes / 2**30:.2f} GiB"
+            lines.append("| " + " | ".join([f"`{way}`", words, *times, temporaries, *arrays]) + " |")
     return "\n".join([*lines, "", _collective_lines(case)])
 
 
 def _collective_lines(case: Case) -> str:
-    found = collectives(Stage.of(case, "cudnn", case.inner))
-    each = [f"{count:.0f} {kind} of {size / 2**20:,.0f} MiB together" for kind, (count, size) in found.items()]
+    by_kind = collectives(Stage.of(case, "cudnn", case.inner))
+    each = [f"{count:.0f} {kind} of {size / 2**20:,.0f} MiB together" for kind, (count, size) in by_kind.items()]
     both = Stage.of(case, "cudnn", case.inner).both()
     took, shown = sum(work.seconds["collectives"] for work in both), sum(work.shown for work in both)
     beside = f"; of {took * 1e3:.1f} ms {(took - shown) * 1e3:.1f} lie beside computations" if each else ""

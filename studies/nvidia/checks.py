@@ -29,33 +29,35 @@ def sign(gain: float) -> int:
 
 def contradictions() -> Mapping[str, tuple[str, ...]]:
     """Contradictions by row of Tables A2 to A5, for rows that have any."""
-    found = {row.name: tuple(_of_row(row)) for row in ROWS}
-    found |= {ranking.name: tuple(_of_ranking(ranking)) for ranking in RANKINGS}
-    return {name: texts for name, texts in found.items() if texts}
+    texts_by_row = {row.name: tuple(_of_row(row)) for row in ROWS}
+    texts_by_row |= {ranking.name: tuple(_of_ranking(ranking)) for ranking in RANKINGS}
+    return {name: texts for name, texts in texts_by_row.items() if texts}
 
 
 def memory_contradictions() -> Mapping[str, str]:
     """Contradictions by name of row: the paper prints the same run of H with two peaks of memory."""
-    found = {}
-    for one, two in permutations(ROWS, 2):
-        same = one.workload == two.workload and _layouts(one.base) == _layouts(two.base)
-        if same and abs(one.base.memory / two.base.memory - 1) > 0.01:
-            found[one.name] = f"H keeps {one.base.memory:g} GB here and {two.base.memory:g} GB in {two.table}"
-    return found
+    texts_by_row = {}
+    for row, twin in permutations(ROWS, 2):
+        same = row.workload == twin.workload and _layouts(row.base) == _layouts(twin.base)
+        if same and abs(row.base.memory / twin.base.memory - 1) > 0.01:
+            texts_by_row[row.name] = f"H keeps {row.base.memory:g} GB here and {twin.base.memory:g} GB in {twin.table}"
+    return texts_by_row
 
 
 def upside_down() -> tuple[str, ...]:
     """Pairs of runs with the same layouts in which the run with less encoder work takes longer."""
-    runs = [(row, run) for row in ROWS for run in (row.base, row.other)]
-    found = []
-    for (less, slow), (more, fast) in permutations(runs, 2):
-        sizes = [float(row.encoder.removesuffix("B")) for row in (less, more)]
-        loads = [(size, row.vision) for size, row in zip(sizes, (less, more), strict=True)]
+    runs = [(row, run) for row in ROWS for run in (row.base, row.compared)]
+    texts = []
+    for (lighter, slow), (heavier, fast) in permutations(runs, 2):
+        sizes = [float(row.encoder.removesuffix("B")) for row in (lighter, heavier)]
+        loads = [(size, row.vision) for size, row in zip(sizes, (lighter, heavier), strict=True)]
         no_more = loads[0] != loads[1] and all(a <= b for a, b in zip(*loads, strict=True))
-        if no_more and _setting(less, slow) == _setting(more, fast) and slow.step > LONGER * fast.step:
+        if no_more and _setting(lighter, slow) == _setting(heavier, fast) and slow.step > LONGER * fast.step:
             longer = (slow.step / fast.step - 1) * 100
-            found.append(f"{slow.mode} of {less.name} takes {longer:.0f} % longer than {fast.mode} of {more.name}")
-    return tuple(found)
+            texts.append(
+                f"{slow.mode} of {lighter.name} takes {longer:.0f} % longer than {fast.mode} of {heavier.name}"
+            )
+    return tuple(texts)
 
 
 def _setting(row: Row, run: MeasuredRun) -> tuple[object, ...]:
@@ -67,17 +69,17 @@ def _layouts(run: MeasuredRun) -> tuple[object, ...]:
 
 
 def _of_row(row: Row) -> Iterator[str]:
-    own = (row.base.encoder.size * row.base.llm.pp, row.base.llm.size)
-    if own != (row.devices[0], row.devices[0]):
-        yield f"H is printed on {row.devices[0]} devices, its layouts have {own[0]} and {own[1]}"
-    sizes = (row.other.encoder.size, row.other.llm.size)
-    apart = row.other.mode == "NC"
+    sizes_of_h = (row.base.encoder.size * row.base.llm.pp, row.base.llm.size)
+    if sizes_of_h != (row.devices[0], row.devices[0]):
+        yield f"H is printed on {row.devices[0]} devices, its layouts have {sizes_of_h[0]} and {sizes_of_h[1]}"
+    sizes = (row.compared.encoder.size, row.compared.llm.size)
+    apart = row.compared.mode == "NC"
     if (sum(sizes) if apart else sizes[0], sum(sizes) if apart else sizes[1]) != (row.devices[1], row.devices[1]):
-        yield f"{row.other.mode} is printed on {row.devices[1]} devices, its layouts have {sizes[0]} and {sizes[1]}"
-    if any(row.batch % run.llm.dp for run in (row.base, row.other)):
+        yield f"{row.compared.mode} is printed on {row.devices[1]} devices, its layouts have {sizes[0]} and {sizes[1]}"
+    if any(row.batch % run.llm.dp for run in (row.base, row.compared)):
         yield f"dp does not divide the batch of {row.batch}"
-    if row.microbatches and row.batch != row.microbatches * row.other.llm.dp:
-        yield f"{row.microbatches} microbatches of {row.other.llm.dp} samples are not {row.batch}"
+    if row.microbatches and row.batch != row.microbatches * row.compared.llm.dp:
+        yield f"{row.microbatches} microbatches of {row.compared.llm.dp} samples are not {row.batch}"
     yield from _of_gains(row)
 
 
@@ -100,12 +102,13 @@ def _of_gains(row: Row) -> Iterator[str]:
 def _of_ranking(ranking: ModeRanking) -> Iterator[str]:
     gains = {"C": ranking.c, "NC": ranking.nc}
     h, c, nc = ranking.devices
-    for mode, own, devices in (("C", ranking.c, (h, c)), ("NC", ranking.nc, (h, nc))):
-        if own is None or own.tokens is None or own.per_device is None:
+    for mode, mode_gains, devices in (("C", ranking.c, (h, c)), ("NC", ranking.nc, (h, nc))):
+        if mode_gains is None or mode_gains.tokens is None or mode_gains.per_device is None:
             continue
-        expected = _per_device(own.tokens, devices)
-        if abs(expected - own.per_device) > POINT:
-            yield f"{mode}: {own.tokens:+.1f} % of tokens are {expected:+.1f} % a device, not {own.per_device:+.1f} %"
+        expected = _per_device(mode_gains.tokens, devices)
+        if abs(expected - mode_gains.per_device) > POINT:
+            words = f"{mode_gains.tokens:+.1f} % of tokens are {expected:+.1f} % a device"
+            yield f"{mode}: {words}, not {mode_gains.per_device:+.1f} %"
     for at, (ahead, behind, printed) in enumerate(
         zip(ranking.c.both if ranking.c else (0.0, 0.0), ranking.nc.both, ranking.c_over_nc.both, strict=True)
     ):
@@ -120,15 +123,15 @@ def _of_ranking(ranking: ModeRanking) -> Iterator[str]:
 
 def _beside_other_tables(ranking: ModeRanking) -> Iterator[str]:
     for row in ranking.rows:
-        own = ranking.c if row.other.mode == "C" else ranking.nc
-        if own is None:
+        gains = ranking.c if row.compared.mode == "C" else ranking.nc
+        if gains is None:
             continue
-        if own.per_device is not None and row.gain_per_device is not None:
-            if abs(own.per_device - row.gain_per_device) > POINT:
+        if gains.per_device is not None and row.gain_per_device is not None:
+            if abs(gains.per_device - row.gain_per_device) > POINT:
                 there = f"{row.gain_per_device:+.1f} in {row.table}"
-                yield f"{row.other.mode} gains {own.per_device:+.1f} % a device, {there}"
+                yield f"{row.compared.mode} gains {gains.per_device:+.1f} % a device, {there}"
         elif sign(row.gain_of_steps):
-            yield f"{row.other.mode} is on par, but the steps of {row.table} differ by {row.gain_of_steps:+.1f} %"
+            yield f"{row.compared.mode} is on par, but the steps of {row.table} differ by {row.gain_of_steps:+.1f} %"
 
 
 def _per_device(gain: float, devices: tuple[int, int]) -> float:

@@ -70,7 +70,7 @@ def streamed_fused(tokens: float, width: int, tp: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronClock(AnalyticClock):
-    """`AnalyticClock` with the work `inside` modules; its `efficiency` is that of products and of communication.
+    """`AnalyticClock` with the work `inside` modules; its `efficiency` is of products and of communication.
 
     Attributes:
       attention: share of the FLOPs per second that attention reaches.
@@ -88,7 +88,7 @@ class MegatronClock(AnalyticClock):
         slow = self.attention_pass(module, part, rows=rows, width=width, tp=tp)
         quick = self.attention / self.efficiency.compute
         scale = rows * width / self.work.modules[module].width
-        ahead, back = (one.of(part) * scale / self.accelerator.bandwidth for one in self.inside[module].streamed)
+        ahead, back = (shares.of(part) * scale / self.accelerator.bandwidth for shares in self.inside[module].streamed)
         return PassSeconds(
             forward=took.forward + slow.forward * (1 - quick) + ahead,
             backward=took.backward + slow.backward * (1 - quick) + back,

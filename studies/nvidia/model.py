@@ -129,7 +129,7 @@ def encoder_work(workload: Workload, layout: Layout) -> ModuleWork:
 
 
 def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
-    """An LLM on a sample, with sequence parallelism: tp cuts all that a layer keeps, and what goes between stages."""
+    """An LLM on a sample, with sequence parallelism: tp divides a layer's residuals and its output."""
     llm, tokens, tp = LLMS[workload.llm], workload.tokens, layout.tp
     layer, head = by_layer(lambda module: module.forward_flops([tokens]), llm)
     layer_parameters, ends = by_layer(lambda module: module.parameters(), llm)
@@ -154,21 +154,21 @@ def llm_work(workload: Workload, layout: Layout) -> ModuleWork:
 
 def by_layer(count: Callable[[Module], int], config: Any) -> tuple[float, float]:
     """The count of a layer, and of everything else, from counts with one layer and with two."""
-    one, two = (float(count(module_of(replace(config, layers=layers)))) for layers in (1, 2))
-    return two - one, 2 * one - two
+    single, double = (float(count(module_of(replace(config, layers=layers)))) for layers in (1, 2))
+    return double - single, 2 * single - double
 
 
 def inside(workload: Workload, encoder: Layout, llm: Layout) -> dict[str, Inside]:
     """Work of both modules beside products, by name."""
-    vit, decoder, seen, tokens = (
+    vit, decoder, vision_tokens, tokens = (
         ENCODERS[workload.encoder], LLMS[workload.llm], workload.vision_tokens, workload.tokens
     )  # fmt: skip
-    scores, causal = 4.0 * PICTURE * seen * vit.width, 2.0 * tokens * (tokens + 1) * decoder.width
-    own, back = streamed_apart(seen, vit.width, encoder.tp)
+    scores, causal = 4.0 * PICTURE * vision_tokens * vit.width, 2.0 * tokens * (tokens + 1) * decoder.width
+    ahead, back = streamed_apart(vision_tokens, vit.width, encoder.tp)
     layers, logits = streamed_fused(tokens, decoder.width, llm.tp), 2 * ITEM * tokens * decoder.vocab / llm.tp
     back, scored = (0.0, 0.0) if workload.recompute else (back, 2 * scores)
     return {
-        VISION: Inside(attention=(scores, scored), streamed=(Shares(layer=own), Shares(layer=back))),
+        VISION: Inside(attention=(scores, scored), streamed=(Shares(layer=ahead), Shares(layer=back))),
         LLM: Inside(
             attention=(causal, FLASH * causal),
             streamed=(Shares(layer=layers[0], last=logits), Shares(layer=layers[1], last=logits)),
@@ -184,8 +184,8 @@ class MegatronEstimate(Estimate):
 
     def _once(self, name: str, index: int, part: StagePart) -> dict[str, float]:
         """As in the base class, but the reduction of gradients overlaps with the last backward."""
-        made = super()._once(name, index, part)
-        return made | {"reduce": max(0.0, made["reduce"] - self.pass_seconds(name, part).backward)}
+        seconds = super()._once(name, index, part)
+        return seconds | {"reduce": max(0.0, seconds["reduce"] - self.pass_seconds(name, part).backward)}
 
     def _exchange(self, name: str, part: StagePart, compute: PassSeconds) -> tuple[float, float]:
         """As in the base class, but the ring hides behind the seconds of attention, not behind its share of FLOPs."""
@@ -194,9 +194,11 @@ class MegatronEstimate(Estimate):
             return 0.0, 0.0
         assert isinstance(self.clock, MegatronClock)
         (rows, width), ranks = self.rows[name], layout.dp * module.context(layout)
-        own = self.clock.attention_pass(name, part, rows=rows / ranks, width=width, tp=layout.tp)
+        attention = self.clock.attention_pass(name, part, rows=rows / ranks, width=width, tp=layout.tp)
         share = module.attention * part.layers / module.forward.of(part)
-        return super()._exchange(name, part, PassSeconds(forward=own.forward / share, backward=own.backward / share))
+        return super()._exchange(
+            name, part, PassSeconds(forward=attention.forward / share, backward=attention.backward / share)
+        )
 
     def _whole_rows(self, name: str, part: StagePart) -> tuple[float, float]:
         """No time: a rank of the LLM gets its part of a row, and an encoder's ranks have rows of their own."""
@@ -211,7 +213,7 @@ class MegatronEstimate(Estimate):
         return super()._arriving(edge) / self._parts(edge)
 
     def _parts(self, edge: EdgeNode) -> int:
-        """Ranks that share what an edge brings from another module."""
+        """Ranks that share the tokens of an edge from another module."""
         source, target = (self.graph.stage(name).module for name in (edge.src, edge.dst))
         return self._context(target) if source != target else 1
 
@@ -279,7 +281,7 @@ def _estimate(
     encoder: Layout,
     llm: Layout,
     reached: Reached,
-    made: type[MegatronEstimate],
+    estimate_type: type[MegatronEstimate],
 ) -> MegatronEstimate:
     name, schedule = MODES[mode]
     work = Work(
@@ -297,7 +299,7 @@ def _estimate(
         efficiency=Efficiency(compute=reached.products, link=link, network=link),
     )  # fmt: skip
     rows = {VISION: (float(llm.dp), workload.vision_tokens), LLM: (float(llm.dp), workload.tokens)}
-    even = made(work=work, clock=clock, candidate=candidate, rows=rows)
+    even = estimate_type(work=work, clock=clock, candidate=candidate, rows=rows)
     if llm.pp == 1:
         return even
     layouts = {VISION: encoder, LLM: replace(llm, layers=even.balanced(inherited=mode == "H"))}

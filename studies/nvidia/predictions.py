@@ -39,9 +39,9 @@ def workload(row: Row | ModeRanking) -> Workload:
     return Workload(encoder=row.encoder, llm=row.llm, tokens=tokens, vision_tokens=vision, batch=batch)
 
 
-def predicted(row: Row, run: MeasuredRun, reached: Reached, *, whole: bool = False) -> MegatronEstimate:
-    """The estimate of a run, timed as in its table (Table A3: forward and backward alone), or of the `whole` step."""
-    passes = row.table == "A3" and not whole
+def predicted(row: Row, run: MeasuredRun, reached: Reached, *, whole_step: bool = False) -> MegatronEstimate:
+    """The estimate of a run, timed as in its table (Table A3: forward and backward alone), or of the `whole_step`."""
+    passes = row.table == "A3" and not whole_step
     return estimate(workload(row), run.mode, run.encoder, run.llm, reached, passes_only=passes)
 
 
@@ -55,13 +55,15 @@ class PredictedRow:
     @cached_property
     def runs(self) -> tuple[tuple[MeasuredRun, MegatronEstimate], ...]:
         """Both runs with their estimates."""
-        return tuple((run, predicted(self.row, run, self.reached)) for run in (self.row.base, self.row.other))
+        return tuple((run, predicted(self.row, run, self.reached)) for run in (self.row.base, self.row.compared))
 
     @cached_property
     def gain(self) -> float:
         """Predicted gain in tokens per second of whole steps, percent."""
-        base, other = (predicted(self.row, run, self.reached, whole=True) for run in (self.row.base, self.row.other))
-        return (base.seconds / other.seconds - 1) * 100
+        base, compared = (
+            predicted(self.row, run, self.reached, whole_step=True) for run in (self.row.base, self.row.compared)
+        )
+        return (base.seconds / compared.seconds - 1) * 100
 
     @property
     def gain_error(self) -> float:
@@ -76,14 +78,14 @@ class PredictedRow:
     @cached_property
     def step_errors(self) -> tuple[float, float]:
         """Errors of the predicted steps of both runs, percent."""
-        base, other = ((made.seconds / run.step - 1) * 100 for run, made in self.runs)
-        return base, other
+        base, compared = ((estimated.seconds / run.step - 1) * 100 for run, estimated in self.runs)
+        return base, compared
 
     @cached_property
     def memory_errors(self) -> tuple[float, float]:
         """Errors of the predicted peaks of memory of both runs, percent."""
-        base, other = ((made.most / (run.memory * 1e9) - 1) * 100 for run, made in self.runs)
-        return base, other
+        base, compared = ((estimated.most / (run.memory * 1e9) - 1) * 100 for run, estimated in self.runs)
+        return base, compared
 
 
 # ---- which rows ------------------------------------------------------------------------------------------------------
@@ -97,18 +99,18 @@ def left_out() -> Mapping[str, tuple[str, ...]]:
 
 def above_the_peak() -> Mapping[str, str]:
     """NC rows, with why, whose step is too short for a recomputed encoder with a backward at its devices' peak."""
-    found = {}
-    for row in (row for row in ROWS if row.other.mode == "NC"):
-        run, load = row.other, workload(row)
+    reasons = {}
+    for row in (row for row in ROWS if row.compared.mode == "NC"):
+        run, load = row.compared, workload(row)
         work = encoder_work(replace(load, recompute=False), run.encoder)
         trained = work.forward.of(work.whole) + work.backward.of(work.whole) + work.layers * work.forward.layer
         least = trained * row.batch / run.encoder.size / H100.flops
         if least > run.step:
             devices = f"{run.encoder.size} devices' peak"
-            found[row.name] = (
+            reasons[row.name] = (
                 f"its encoder would take {least:.1f} s at 100 % of {devices}, the step takes {run.step:.1f} s"
             )
-    return found
+    return reasons
 
 
 def kept_rows() -> tuple[Row, ...]:
@@ -133,7 +135,7 @@ def scored_rows() -> tuple[Row, ...]:
 def errors(three: Sequence[float], rows: Sequence[Row]) -> list[float]:
     """Logarithm of predicted over published seconds of both runs of each row, in closed form."""
     reached = _reached(three)
-    runs = [(row, run) for row in rows for run in (row.base, row.other)]
+    runs = [(row, run) for row in rows for run in (row.base, row.compared)]
     return [float(np.log(predicted(row, run, reached).quick / run.step)) for row, run in runs]
 
 
@@ -147,15 +149,17 @@ def fit(rows: Sequence[Row]) -> Reached:
     from scipy.optimize import least_squares
 
     start, least = np.log([START] * 3), np.log(LEAST)
-    found = least_squares(lambda logs: errors(np.exp(logs), rows), start, bounds=(least, 0.0))
-    return _reached([float(np.exp(log)) for log in found.x])
+    solution = least_squares(lambda logs: errors(np.exp(logs), rows), start, bounds=(least, 0.0))
+    return _reached([float(np.exp(log)) for log in solution.x])
 
 
 @lru_cache(maxsize=1)
 def fitted() -> Reached:
     """The efficiencies fitted to `fitted_rows`, rounded to three decimals."""
-    found = fit(fitted_rows())
-    return _reached([round(one, 3) for one in (found.products, found.attention, found.communication)])
+    efficiencies = fit(fitted_rows())
+    return _reached(
+        [round(rate, 3) for rate in (efficiencies.products, efficiencies.attention, efficiencies.communication)]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,15 +229,15 @@ def chosen(ranking: ModeRanking, reached: Reached) -> Chosen:
     H is a case of C, so the gain of C is at least 0, and 0 where C is H. Where Table A4 has no row of the workload, the
     LLM of NC gets the layout that is predicted to be its best.
     """
-    by_mode = {row.other.mode: row for row in ranking.rows}
+    by_mode = {row.compared.mode: row for row in ranking.rows}
     base, load = by_mode["C"].base, workload(ranking)
     devices = ranking.devices
     h = estimate(load, "H", base.encoder, base.llm, reached).seconds
     c = h
     if ranking.colocated is not None:
-        own = estimate(load, "C", ranking.colocated, by_mode["C"].other.llm, reached)
-        c = min(h, own.seconds)
-    layout = by_mode["NC"].other.llm if "NC" in by_mode else _best_beside(ranking, reached)
+        colocated_estimate = estimate(load, "C", ranking.colocated, by_mode["C"].compared.llm, reached)
+        c = min(h, colocated_estimate.seconds)
+    layout = by_mode["NC"].compared.llm if "NC" in by_mode else _best_beside(ranking, reached)
     nc = estimate(load, "NC", ranking.island, layout, reached).seconds
     gains = ((h / took * devices[0] / count - 1) * 100 for took, count in ((c, devices[1]), (nc, devices[2])))
     return Chosen(ranking=ranking, c=next(gains), nc=next(gains), layout=layout)
@@ -242,47 +246,49 @@ def chosen(ranking: ModeRanking, reached: Reached) -> Chosen:
 def _best_beside(ranking: ModeRanking, reached: Reached) -> Layout:
     """The fastest layout of the LLM, in closed form, that fits on the devices that the encoder leaves."""
     load, devices = workload(ranking), ranking.island.rank_offset
-    found: list[tuple[float, Layout]] = []
+    layouts: list[tuple[float, Layout]] = []
     for tp in DEGREES:
         for pp in DEGREES:
-            dp, rest = divmod(devices, tp * pp)
-            if rest or not dp or load.batch % dp or pp > LLMS[ranking.llm].layers:
+            dp, remainder = divmod(devices, tp * pp)
+            if remainder or not dp or load.batch % dp or pp > LLMS[ranking.llm].layers:
                 continue
             layout = Layout(tp=tp, pp=pp, dp=dp)
-            made = estimate(load, "NC", ranking.island, layout, reached)
-            if made.most <= H100.memory:
-                found.append((made.quick, layout))
-    return min(found, key=lambda pair: pair[0])[1]
+            estimated = estimate(load, "NC", ranking.island, layout, reached)
+            if estimated.most <= H100.memory:
+                layouts.append((estimated.quick, layout))
+    return min(layouts, key=lambda pair: pair[0])[1]
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 def rows() -> Iterator[Result]:
-    """All rows: efficiencies, errors of each row of the tables, what is left out, scores."""
+    """All rows: efficiencies, errors of each row of the tables, rows left out, scores."""
     reached = fitted()
-    for what, share in asdict(reached).items():
-        yield _row(f"efficiency: {what}", share, "ratio")
+    for efficiency, share in asdict(reached).items():
+        yield _row(f"efficiency: {efficiency}", share, "ratio")
     for row in ROWS:
         yield from _rows_of(PredictedRow(row=row, reached=reached))
     for ranking in RANKINGS:
-        made = chosen(ranking, reached)
-        yield _row(f"{ranking.name}: C a device, predicted", made.c, "%")
-        yield _row(f"{ranking.name}: NC a device, predicted", made.nc, "%")
+        estimated = chosen(ranking, reached)
+        yield _row(f"{ranking.name}: C a device, predicted", estimated.c, "%")
+        yield _row(f"{ranking.name}: NC a device, predicted", estimated.nc, "%")
         yield _row(
-            f"{ranking.name}: best predicted {made.best}, published {'/'.join(ranking.best)}", made.right, "right"
+            f"{ranking.name}: best predicted {estimated.best}, published {'/'.join(ranking.best)}",
+            estimated.right,
+            "right",
         )
     for name, texts in left_out().items():
         yield _row(f"left out: {name}: {'; '.join(texts)}", len(texts), "reasons")
     yield _row("islands above the peak if recomputed encoders had a backward", len(above_the_peak()), "rows")
     yield _row("pairs of runs in which less work takes longer", len(upside_down()), "pairs")
-    for name, found in scores(reached).items():
-        yield _row(f"{name}: signs right of {found.rows}", found.signs, "rows")
-        yield _row(f"{name}: signs right of {found.rows} if all were said to gain", found.always, "rows")
-        yield _row(f"{name}: correlation of gains", found.correlation, "ratio")
-        yield _row(f"{name}: median error of steps", found.step, "%")
-        yield _row(f"{name}: median error of gains", found.gain, "points")
-        yield _row(f"{name}: median error of memory", found.memory, "%")
+    for name, score in scores(reached).items():
+        yield _row(f"{name}: signs right of {score.rows}", score.signs, "rows")
+        yield _row(f"{name}: signs right of {score.rows} if all were said to gain", score.always, "rows")
+        yield _row(f"{name}: correlation of gains", score.correlation, "ratio")
+        yield _row(f"{name}: median error of steps", score.step, "%")
+        yield _row(f"{name}: median error of gains", score.gain, "points")
+        yield _row(f"{name}: median error of memory", score.memory, "%")
     yield _row(f"best mode of A5: right of {len(kept_rankings())}", right_modes(reached), "rows")
 
 
@@ -304,13 +310,13 @@ def scores(reached: Reached) -> dict[str, Score]:
     return {name: score([PredictedRow(row=row, reached=reached) for row in rows]) for name, rows in groups.items()}
 
 
-def _rows_of(made: PredictedRow) -> Iterator[Result]:
-    name, modes = made.row.name, [run.mode for run, _ in made.runs]
-    for mode, step, memory in zip(modes, made.step_errors, made.memory_errors, strict=True):
+def _rows_of(estimated: PredictedRow) -> Iterator[Result]:
+    name, modes = estimated.row.name, [run.mode for run, _ in estimated.runs]
+    for mode, step, memory in zip(modes, estimated.step_errors, estimated.memory_errors, strict=True):
         yield _row(f"{name}: step of {mode}, error", step, "%")
         yield _row(f"{name}: memory of {mode}, error", memory, "%")
-    yield _row(f"{name}: gain, predicted", made.gain, "%")
-    yield _row(f"{name}: gain, error", made.gain_error, "points")
+    yield _row(f"{name}: gain, predicted", estimated.gain, "%")
+    yield _row(f"{name}: gain, error", estimated.gain_error, "points")
 
 
 def _row(case: str, value: float, unit: str) -> Result:

@@ -25,11 +25,11 @@ FITTED, LEFT_OUT = "\\*", "†"
 def tables() -> dict[str, str]:
     """Tables in Markdown by name: "scores", "A2" to "A5", "left out", "above the peak", "upside down"."""
     reached = fitted()
-    made = {"scores": _scores(reached)}
-    made |= {table: _table(table, reached) for table in ("A2", "A3", "A4")}
-    made |= {"A5": _rankings(reached), "left out": _left_out(), "upside down": _upside_down()}
-    made |= {"above the peak": (f"* {name}: {text}." for name, text in above_the_peak().items())}
-    return {name: "\n".join(lines) for name, lines in made.items()}
+    lines_by_table = {"scores": _scores(reached)}
+    lines_by_table |= {table: _table(table, reached) for table in ("A2", "A3", "A4")}
+    lines_by_table |= {"A5": _rankings(reached), "left out": _left_out(), "upside down": _upside_down()}
+    lines_by_table |= {"above the peak": (f"* {name}: {text}." for name, text in above_the_peak().items())}
+    return {name: "\n".join(lines) for name, lines in lines_by_table.items()}
 
 
 def _scores(reached: Reached) -> Iterator[str]:
@@ -42,20 +42,26 @@ def _scores(reached: Reached) -> Iterator[str]:
 
 
 def _table(table: str, reached: Reached) -> Iterator[str]:
-    other = "NC" if table == "A4" else "C"
-    heads = ("step of H, s", f"step of {other}, s", "gain, %", "sign", "GB of H", f"GB of {other}")
+    mode = "NC" if table == "A4" else "C"
+    heads = ("step of H, s", f"step of {mode}, s", "gain, %", "sign", "GB of H", f"GB of {mode}")
     yield "| published → predicted | " + " | ".join(heads) + " |"
     yield "|---" * (len(heads) + 1) + "|"
     fitted_names = {row.name for row in fitted_rows()}
     for row in ROWS:
         if row.table != table:
             continue
-        made = PredictedRow(row=row, reached=reached)
+        predicted_row = PredictedRow(row=row, reached=reached)
         mark = LEFT_OUT if row.name in left_out() else FITTED if row.name in fitted_names else ""
-        steps = [_cell(run.step, error, 2) for (run, _), error in zip(made.runs, made.step_errors, strict=True)]
-        memory = [_cell(run.memory, error, 1) for (run, _), error in zip(made.runs, made.memory_errors, strict=True)]
-        gain = f"{_gain(row.gain)} → {made.gain:+.1f}"
-        cells = (*steps, gain, "right" if made.same_sign else "wrong", *memory)
+        steps = [
+            _cell(run.step, error, 2)
+            for (run, _), error in zip(predicted_row.runs, predicted_row.step_errors, strict=True)
+        ]
+        memory = [
+            _cell(run.memory, error, 1)
+            for (run, _), error in zip(predicted_row.runs, predicted_row.memory_errors, strict=True)
+        ]
+        gain = f"{_gain(row.gain)} → {predicted_row.gain:+.1f}"
+        cells = (*steps, gain, "right" if predicted_row.same_sign else "wrong", *memory)
         yield f"| {row.name.removeprefix(table + ' ')}{mark} | {' | '.join(cells)} |"
 
 
@@ -72,12 +78,12 @@ def _rankings(reached: Reached) -> Iterator[str]:
     yield "| published → predicted | C, % a device | NC, % a device | NC's LLM | best |"
     yield "|---|---|---|---|---|"
     for ranking in RANKINGS:
-        made = chosen(ranking, reached)
+        prediction = chosen(ranking, reached)
         mark = LEFT_OUT if ranking.name in left_out() else ""
         was = _gain(ranking.c.per_device) if ranking.c else "C is H"
-        best = f"{'/'.join(ranking.best)} → {made.best}: {'right' if made.right else 'wrong'}"
-        gains = f"{was} → {made.c:+.1f} | {ranking.nc.both[1]:+.1f} → {made.nc:+.1f}"
-        layout = f"{made.layout.tp}/{made.layout.cp}/{made.layout.pp}/{made.layout.dp}"
+        best = f"{'/'.join(ranking.best)} → {prediction.best}: {'right' if prediction.right else 'wrong'}"
+        gains = f"{was} → {prediction.c:+.1f} | {ranking.nc.both[1]:+.1f} → {prediction.nc:+.1f}"
+        layout = f"{prediction.layout.tp}/{prediction.layout.cp}/{prediction.layout.pp}/{prediction.layout.dp}"
         yield f"| {ranking.name.removeprefix('A5 ')}{mark} | {gains} | {layout} | {best} |"
 
 

@@ -137,7 +137,7 @@ class Row:
       devices: devices of both runs, as printed.
       microbatches: microbatches of C where they are printed, else 0.
       base: the run of H.
-      other: the run of the mode that is compared with H.
+      compared: the run of the mode that is compared with H.
       gain: gain in tokens per second, percent; None for "on par".
       gain_per_device: gain in TFLOPS per device, percent; None for "on par".
     """
@@ -151,7 +151,7 @@ class Row:
     devices: tuple[int, int]
     microbatches: int = 0
     base: MeasuredRun
-    other: MeasuredRun
+    compared: MeasuredRun
     gain: float | None
     gain_per_device: float | None
 
@@ -169,7 +169,7 @@ class Row:
     @property
     def gain_of_steps(self) -> float:
         """The gain in tokens per second, percent, that follows from the step times."""
-        return (self.base.step / self.other.step - 1) * 100
+        return (self.base.step / self.compared.step - 1) * 100
 
     @property
     def measured(self) -> float:
@@ -250,11 +250,13 @@ def _percent(text: str) -> float | None:
 def _runs(mode: str, layouts: tuple[Layout, ...], cells: list[str]) -> tuple[MeasuredRun, MeasuredRun]:
     """The runs of H and of another mode, from four layouts (encoder, LLM of each) and the cells of GB and ms."""
     memory, steps = [float(cell) for cell in cells[:2]], [float(cell) / 1e3 for cell in cells[2:]]
-    base, other = (
-        MeasuredRun(mode=own, encoder=encoder, llm=llm, memory=gb, step=step)
-        for own, encoder, llm, gb, step in zip(("H", mode), layouts[::2], layouts[1::2], memory, steps, strict=True)
+    base, compared = (
+        MeasuredRun(mode=run_mode, encoder=encoder, llm=llm, memory=gb, step=step)
+        for run_mode, encoder, llm, gb, step in zip(
+            ("H", mode), layouts[::2], layouts[1::2], memory, steps, strict=True
+        )
     )
-    return base, other
+    return base, compared
 
 
 def _row_of_a2(cells: list[str]) -> Row:
@@ -266,10 +268,10 @@ def _row_of_a2(cells: list[str]) -> Row:
         _layout(cells[5], optimizer_instances=int(cells[7])),
         _layout(cells[6]),
     )
-    base, other = _runs("C", layouts, cells[9:])
+    base, compared = _runs("C", layouts, cells[9:])
     return Row(
         table="A2", encoder=encoder, llm=llm, tokens=8192, vision=float(cells[1]), batch=288 if devices == 72 else 256,
-        devices=(devices, devices), base=base, other=other, gain=gain, gain_per_device=gain,
+        devices=(devices, devices), base=base, compared=compared, gain=gain, gain_per_device=gain,
     )  # fmt: skip
 
 
@@ -277,22 +279,27 @@ def _row_of_a3(cells: list[str]) -> Row:
     encoder, llm = cells[0].split("+")
     devices, gain = int(cells[3]), _percent(cells[9])
     layouts = (_first_stage(cells[6]), *map(_layout, cells[6:9]))
-    base, other = _runs("C", layouts, cells[10:])
+    base, compared = _runs("C", layouts, cells[10:])
     return Row(
         table="A3", encoder=encoder, llm=llm, tokens=1024 * int(cells[1][:-1]), vision=float(cells[2]),
-        batch=int(cells[4]), devices=(devices, devices), microbatches=int(cells[5]), base=base, other=other,
+        batch=int(cells[4]), devices=(devices, devices), microbatches=int(cells[5]), base=base, compared=compared,
         gain=gain, gain_per_device=gain,
     )  # fmt: skip
 
 
 def _row_of_a4(cells: list[str]) -> Row:
     encoder, llm = cells[0].split("+")
-    own = _layout(cells[8])
-    layouts = (_first_stage(cells[6]), _layout(cells[6]), _layout(cells[7], rank_offset=own.size), own)
-    base, other = _runs("NC", layouts, cells[11:])
+    encoder_layout = _layout(cells[8])
+    layouts = (
+        _first_stage(cells[6]),
+        _layout(cells[6]),
+        _layout(cells[7], rank_offset=encoder_layout.size),
+        encoder_layout,
+    )
+    base, compared = _runs("NC", layouts, cells[11:])
     return Row(
         table="A4", encoder=encoder, llm=llm, tokens=1024 * int(cells[1][:-1]), vision=float(cells[2]),
-        batch=int(cells[5]), devices=(int(cells[3]), int(cells[4])), base=base, other=other,
+        batch=int(cells[5]), devices=(int(cells[3]), int(cells[4])), base=base, compared=compared,
         gain=_percent(cells[9]), gain_per_device=_percent(cells[10]),
     )  # fmt: skip
 

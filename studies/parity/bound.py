@@ -42,9 +42,9 @@ class Compared:
 
 
 def orders_of(run: Run, losses: Losses) -> list[Sequence[float]]:
-    """Losses of the runs on one device in the run's dtype and with what it trains.
+    """Losses of the runs on one device that have the run's dtype and trained modules.
 
-    Those that have been run, for as many steps as the one that is compared with.
+    Runs without results, or of another number of steps than the reference, are left out.
     """
     names = [order_name(run.dtype, order, trained=run.trained) for order in range(ORDERS)]
     steps = len(losses.get(run.reference, ()))
@@ -57,7 +57,10 @@ def spread(curves: Sequence[Sequence[float]]) -> float:
 
 
 def compared(losses: Losses) -> list[Compared]:
-    """Each run but those in other orders, of which the run on one device is there too and has as many steps."""
+    """Each run beside its reference on one device.
+
+    Runs in other orders are left out, and runs whose reference has no result or another number of steps.
+    """
     result = []
     for name, run in RUNS.items():
         reference = losses.get(run.reference, ())

@@ -1,6 +1,6 @@
-"""Wrong routes on purpose, as callbacks behind the projector: what the study has to notice, and one that it cannot.
+"""Wrong routes on purpose, as callbacks behind the projector: the study has to notice all but one of them.
 
-Each works on the rows of one rank, of which a row is an image.
+Each works on the rows of one rank; a row is an image.
 """
 
 from __future__ import annotations

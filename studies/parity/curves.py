@@ -45,7 +45,7 @@ class Sweep:
     check: int = 0
 
     def execute(self) -> None:
-        """Trains what is not finished, then checks; prints a line for each.
+        """Trains the runs that have not finished, then checks; prints a line for each.
 
         Raises:
           KeyboardInterrupt: a run was interrupted.
@@ -89,12 +89,12 @@ class Sweep:
             print(f"{title}: finished before", flush=True)
             return
         start = time.perf_counter()
-        made = make(run, steps)
+        result = make(run, steps)
         seconds = time.perf_counter() - start
-        write(path, {**key, "seconds": round(seconds, 1), **made})
-        last = f"loss {made['losses'][-1]:.6f}" if "losses" in made else f"ok {made['ok']}"
+        write(path, {**key, "seconds": round(seconds, 1), **result})
+        last = f"loss {result['losses'][-1]:.6f}" if "losses" in result else f"ok {result['ok']}"
         print(f"{title}: {last}, {seconds:.0f} s", flush=True)
-        if "losses" in made:
+        if "losses" in result:
             jax.clear_caches()  # The programs of a layout are of no use to the next, but those of the reference are.
         gc.collect()
 

@@ -30,9 +30,9 @@ def tables(out: Path = OUT) -> dict[str, str]:
     """Tables in Markdown by name, of the results in a folder: "spreads", "layouts", "controls" and "steps"."""
     losses, checks = losses_of(out), stored(out, ".check.json")
     pairs = compared(losses)
-    made = {"spreads": _spreads(losses), "layouts": _layouts(pairs), "controls": _controls(pairs)}
-    made["steps"] = _checks(checks)
-    return {name: "\n".join(lines) for name, lines in made.items()}
+    lines_by_table = {"spreads": _spreads(losses), "layouts": _layouts(pairs), "controls": _controls(pairs)}
+    lines_by_table["steps"] = _checks(checks)
+    return {name: "\n".join(lines) for name, lines in lines_by_table.items()}
 
 
 def write_report(out: Path) -> str:

@@ -125,7 +125,7 @@ class Run:
         return max(self.llm.ranks, self.offset + self.vision.ranks)
 
     def describe(self) -> str:
-        """Its layouts, and what is trained, in words."""
+        """Its layouts and its trained modules, in words."""
         trained = "projector and LLM" if self.trained else "projector"
         modules = {"LLM": (self.llm, 0), "tower": (self.vision, self.offset)}
         layouts = [f"{name} {d.tp}/{d.pp}/{d.dp} from rank {first}" for name, (d, first) in modules.items()]

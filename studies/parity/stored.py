@@ -25,7 +25,7 @@ def has(path: Path, key: Stored) -> bool:
 
 
 def stored(out: Path, suffix: str = ".json") -> dict[str, Stored]:
-    """What the files of a folder have, by the run's name; suffix ".check.json" for checks."""
+    """The contents of a folder's files, by the run's name; suffix ".check.json" for checks."""
     files = {name: out / f"{name}{suffix}" for name in RUNS}
     return {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
 

@@ -1,1 +1,1 @@
-"""The papers' workloads: each a configuration, in the planner's estimate, beside what its paper prints."""
+"""The papers' workloads: each a configuration, in the planner's estimate, beside its paper's figures."""

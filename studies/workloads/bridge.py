@@ -1,4 +1,4 @@
-"""Figure 8 of NVIDIA's paper: what the boundary of 3B + 70B carries in a step, and its share of the step.
+"""Figure 8 of NVIDIA's paper: the bytes that cross the boundary of 3B + 70B in a step, and their share of its time.
 
 Karnati et al., A.4: in C the encoder has DP 32 and the LLM DP 16, so that two ranks gather each other's rows; in NC the
 encoder has TP 1, and the LLM's ranks get by broadcast what their leader has received. The figure's numbers are not in
@@ -45,7 +45,7 @@ class Bridge:
       encoder: the encoder's layout.
       llm: the LLM's layout; its first stage reads what the encoder makes.
       step: measured seconds of a step (Tables A2 and A5).
-      whole: whether the encoder runs once a step, for all microbatches.
+      once_a_step: whether the encoder runs once a step, for all microbatches.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Bridge:
     encoder: Layout
     llm: Layout
     step: float
-    whole: bool = False
+    once_a_step: bool = False
 
     @property
     def transfers_a_step(self) -> int:
         """Transfers of a step: one for each microbatch, which is a sample of each replica of the LLM, or one in all."""
-        return 1 if self.whole else BATCH // self.llm.dp
+        return 1 if self.once_a_step else BATCH // self.llm.dp
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -111,7 +111,7 @@ class Bridge:
         return self.transfers_a_step * _bytes(routing.piece) * max(links.values(), default=0)
 
     def by_routes(self, direction: str) -> float:
-        """Seconds of a step: what lies on the busiest links, and what a tp group hears from its leader or siblings."""
+        """Seconds of a step on the busiest links, and those in which a tp group hears from its leader or siblings."""
         target = self.transfers[direction].routing.target
         moved = self.busiest(direction), self.busiest(direction, across=False)
         heard = self.arriving(direction) if target.layout.tp > 1 or not any(moved) else 0.0
@@ -139,7 +139,7 @@ class Bridge:
 
 
 def _kind(name: str) -> str:
-    """What a transfer's program does: pack, move or unpack."""
+    """The kind of a transfer's program: pack, move or unpack."""
     return next(word for word in name.split() if word in ("pack", "move", "unpack"))
 
 
@@ -157,7 +157,7 @@ LLM_LAYOUT = Layout(tp=8, pp=2, dp=16)
 C_STEP, NC_STEP = 7.434, 8.471 / 1.093
 BRIDGES = (
     Bridge(name="C", mode="C", encoder=Layout(tp=4, dp=32), llm=LLM_LAYOUT, step=C_STEP),
-    Bridge(name="C, DP 256", mode="C", encoder=Layout(dp=256), llm=LLM_LAYOUT, step=C_STEP, whole=True),
+    Bridge(name="C, DP 256", mode="C", encoder=Layout(dp=256), llm=LLM_LAYOUT, step=C_STEP, once_a_step=True),
     Bridge(name="NC", mode="NC", encoder=Layout(dp=8, rank_offset=256), llm=LLM_LAYOUT, step=NC_STEP),
 )
 """C with DP 32 and 16 on the ranks of the LLM's first stage, as the text's groups of two have them; C with the encoder
@@ -207,7 +207,11 @@ def _seconds(bridge: Bridge, works: list[Work]) -> float:
 
 
 def table(predicted: Mapping[str, float]) -> Iterator[str]:
-    """The lines of the table of Figure 8; what needs a compiler is left empty without one. predicted: as for `rows`."""
+    """The lines of the table of Figure 8; cells of compiled programs are empty without a compiler.
+
+    Args:
+      predicted: as for `rows`.
+    """
     heads = ("mode, direction", "payload, GB", "arriving, GB", "over the network, GB", "by routes, ms", "of the step")
     yield f"| {' | '.join((*heads, 'collectives, compiled', 'programs, ms', 'of the step'))} |"
     yield "|" + "---|" * 9

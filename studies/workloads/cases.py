@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class Quantity(StrEnum):
-    """What papers print. {base} stands for the name of another workload."""
+    """Quantities that papers print. {base} stands for the name of another workload."""
 
     STEP = "step, s"
     PASSES = "forward and backward, s"
@@ -33,7 +33,7 @@ class Quantity(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a paper prints for a workload.
+    """A paper's figures of a workload.
 
     Attributes:
       where: table or section.
@@ -107,7 +107,7 @@ def measured(model: str, kind: str) -> tuple[Row, MeasuredRun] | None:
     for row in ROWS:
         smallest = row.tokens == (16384 if row.llm == "7B" else 8192) and row.devices[0] <= 256
         if f"{row.encoder}+{row.llm}" == model and row.vision == 50 and smallest:
-            for run in (row.base, row.other):
+            for run in (row.base, row.compared):
                 if run.mode == kind:
                     return row, run
     return None
@@ -118,8 +118,8 @@ def _of_nvidia() -> Iterator[Workload]:
         stem = f"paper/nvidia_{model.lower().replace('+', '_')}"
         for kind in (kind for kind in ("H", "C", "NC") if (model, kind) not in _WITHOUT):
             base = f"{stem}_h"
-            if found := measured(model, kind):
-                row, run = found
+            if row_and_run := measured(model, kind):
+                row, run = row_and_run
                 quantity = Quantity.PASSES if row.table == "A3" else Quantity.STEP
                 published = Published(
                     where=f"Table {row.table}", quantity=quantity, low=run.step, high=run.step, memory=run.memory
@@ -177,9 +177,9 @@ def _of_bigmac() -> Iterator[Workload]:
         ("MLLM-Generation", "bigmac_generation_mmdit", "paper/bigmac_generation_megatron", 1.5, 1.9, "Figure 10"),
     )
     for model, config, baseline, low, high, figure in cases:
-        seen = Published(where=figure)
+        in_figure = Published(where=figure)
         over = Published(where="§4.2", quantity=Quantity.BEHIND, low=low, high=high)
-        yield Workload(paper="BigMac", config=config, model=model, kind="BigMac", chip="h800", published=seen)
+        yield Workload(paper="BigMac", config=config, model=model, kind="BigMac", chip="h800", published=in_figure)
         yield Workload(
             paper="BigMac", config=baseline, model=model, kind="Megatron-DistTrain", chip="h800", published=over,
             base=config,

@@ -31,12 +31,12 @@ class Prediction:
 
     Attributes:
       workload: the workload.
-      others: predictions by configuration, among them that of its base.
+      by_config: predictions by configuration, among them that of its base.
       works: what the modules of models compute, by name of the model, read once for all of its layouts; added to.
     """
 
     workload: Workload
-    others: dict[str, Prediction]
+    by_config: dict[str, Prediction]
     works: dict[str, Work]
 
     @cached_property
@@ -52,10 +52,12 @@ class Prediction:
 
     @cached_property
     def work(self) -> Work:
-        """What its modules compute; that of rows full of samples where these are padded here only."""
+        """The work of its modules. Rows count as full of samples where they are padded here and not in the paper."""
         name = self.workload.model
         if name not in self.works:
-            models = [other.recipe.model for other in self.others.values() if other.workload.model == name]
+            models = [
+                prediction.recipe.model for prediction in self.by_config.values() if prediction.workload.model == name
+            ]
             tps = {module: tuple(sorted({model.layouts[module].tp for model in models})) for module in models[0]}
             self.works[name] = read_work(self.recipe, tps=tps)
         work = replace(self.works[name], global_batch=self.recipe.train.global_batch)
@@ -93,8 +95,8 @@ class Prediction:
 
     @property
     def value(self) -> float | None:
-        """What the paper prints, predicted; None where it prints no number."""
-        estimate, over = self.estimate, self.others.get(self.workload.base)
+        """The prediction of the paper's figure; None where it prints no number."""
+        estimate, over = self.estimate, self.by_config.get(self.workload.base)
         match self.workload.published.quantity:
             case Quantity.STEP:
                 return estimate.seconds
@@ -124,10 +126,10 @@ def predictions(workloads: Sequence[Workload]) -> list[Prediction]:
 
     workloads: such as `chosen("bigmac")`.
     """
-    others: dict[str, Prediction] = {}
+    by_config: dict[str, Prediction] = {}
     works: dict[str, Work] = {}
     wanted = {workload.config for workload in workloads} | {workload.base for workload in workloads}
     for workload in WORKLOADS:
         if workload.config in wanted:
-            others[workload.config] = Prediction(workload=workload, others=others, works=works)
-    return [others[workload.config] for workload in workloads]
+            by_config[workload.config] = Prediction(workload=workload, by_config=by_config, works=works)
+    return [by_config[workload.config] for workload in workloads]

@@ -26,6 +26,7 @@ from mmjax.models.flops import training_flops
 from mmjax.pipeline.memory import shard_bytes
 from mmjax.plan import __main__ as plan
 from mmjax.recipe import Recipe
+from mmjax.schedule.ops import Op
 
 SETTINGS = (
     *("llm/Decoder.layers=4", "llm/Decoder.width=64", "llm/Decoder.heads=2", "llm/Decoder.mlp=96"),
@@ -70,6 +71,21 @@ def test_equal_programs_are_compiled_once(programs: Programs) -> None:
     assert {name.split()[0] for name in by_name} >= {"F", "B", "reduce", "update", "norm"}
     kinds = {(use.kind, use.name, use.backward) for use in programs.uses}
     assert {("F", "llm.1", False), ("B", "vision.0", False), ("update", "llm.3", False)} <= kinds
+
+
+def test_a_last_backward_that_reduces_is_in_the_step(compiler: Compiler) -> None:
+    settings = "llm/Layout.pp=1", "llm/Layout.dp=2", "vision/Layout.rank_offset=2", "Train.unroll=True"
+    programs = Programs(recipe_of(*settings, "Train.overlap_grad_reduce=True"), HERE, compiler=compiler)
+    (use,) = (use for use in programs.uses if use.kind == "B+reduce")
+    assert use.program.name == "B+reduce llm.0" and "reduce llm.0" not in programs.names
+    step = Step(programs)
+    timeline = step.timeline(HERE.rates)
+    assert timeline
+    seconds = {op: end - start for op, (start, end) in timeline.spans.items()}
+    *_, last = (op for op in timeline.schedule.for_stage("llm.0") if op.kind == "B")
+    assert seconds[last] == pytest.approx(programs.work(use, HERE.rates).ordered)
+    assert seconds[Op("reduce", "llm.0")] == 0 < seconds[Op("B", "llm.0", 0)] < seconds[last]
+    assert step.fullest.bytes and programs.of(use).model_flops.causal
 
 
 def test_a_step_has_all_of_its_ops(programs: Programs) -> None:
@@ -269,6 +285,24 @@ def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
         kernels = [one.text for one in compiled.module.instructions.values() if "__cudnn$fmha" in one.text]
         assert bool(kernels) == (name[0] != "W")
         assert all(f'"mask_type": "{mask}"' in text for text in kernels if "llm" in name)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_a_last_backward_hides_its_reduction() -> None:
+    """Of four layers all but the first one's reductions lie beside products, in no more memory and without a copy."""
+    sizes = [f"llm/Decoder.{name}" for name in ("layers=4", "width=2048", "heads=16", "mlp=5632", "remat='dots'")]
+    sizes += ["vision/ViT.layers=1", "Data.sequence_length=2048", "llm/Packing.buckets=()", "Train.unroll=True"]
+    run = ["Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=32", "vision/Layout.rank_offset=4"]
+    programs = Programs(load_config([], [*sizes, *run, "llm/Layout.dp=4"]))
+    assert "reduce llm.0" not in programs.names
+    alone, both = programs.compiled("B llm.0"), programs.compiled("B+reduce llm.0")
+    work = both.work()
+    assert work.collectives["reduce-scatter"].count and work.shown < 0.5 * work.seconds["collectives"]
+    assert work.accumulating == alone.work().accumulating
+    assert both.temporary_bytes < 1.05 * alone.temporary_bytes
+    counted = forecast(programs, both.use)
+    assert counted and abs(counted.error) < 0.1
 
 
 @pytest.mark.long

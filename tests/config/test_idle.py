@@ -45,6 +45,7 @@ IDLE: dict[str, tuple[str, Bindings, Bindings]] = {
     "Train.window": ("2", (), ("Train.schedule='three-phase'",)),
     "Train.eval_every": ("5", ("Train.eval_samples=0",), ()),
     "Train.predictions": ("5", ("Train.eval_samples=0",), ()),
+    "Train.overlap_grad_reduce": ("True", ("Train.unroll=False",), ("Train.unroll=True",)),
     "Train.deterministic": ("True", ("World.platform='cpu'",), ()),
     "World.transport": ("'collective'", ONE, ()),
     "World.route": ("'sliced'", ONE, ()),
@@ -305,6 +306,8 @@ READ = {
     "Layout": "dp pp cp tp rank_offset",
     "Offload": "",
     "Edge": "index inject levels",
+    "LatentEncoder": "preset layers channels latent_channels widths blocks groups attends moments_convolution causal "
+    "shift scale means deviations canvases",
     "Temporal": "preset layers width heads mlp rope_theta activation norm_eps attention remat",
     "Callbacks": "before after",
     "Lora": "rank path",

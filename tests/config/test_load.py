@@ -575,6 +575,7 @@ Train.lowering = 'auto'
 Train.seed = 0
 Train.dtype = 'float32'
 Train.unroll = 'auto'
+Train.overlap_grad_reduce = 'auto'
 Train.clip_norm = 1.0
 Train.log_every = 10
 Train.eval_every = 0

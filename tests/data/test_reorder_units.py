@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -200,6 +201,50 @@ def test_units_are_ordered_by_the_intervals_of_the_first_lane(forward, name, fro
 
 
 # ---- whole orders ----------------------------------------------------------------------------------------------------
+
+
+# ---- ops of several microbatches -------------------------------------------------------------------------------------
+
+
+def windowed(size: int) -> StageGraph:
+    """An encoder on both ranks of an LLM of two stages, with so many microbatches an op."""
+    graph = spread(2, lanes=1)
+    stages = (replace(node, microbatches=size) if node.name == EYE else node for node in graph.stages)
+    return replace(graph, stages=tuple(stages))
+
+
+def test_an_op_of_several_microbatches_costs_as_much_as_these_by_hand():
+    """Ranks have 3 + 1 and 1 + 3 of an op of two microbatches, so the op is even where its microbatches are not."""
+    sizes = [3.0, 1.0, 1.0, 3.0, 2.0, 2.0, 2.0, 2.0]
+    schedule = make_schedule("three-phase", graph := windowed(2), 4, Costs.nominal(graph), window=2)
+    pipeline = pipeline_of(schedule, [1, 1], together=True)
+    seconds = {"eye": seconds_of(sizes)}
+    order = pipeline.reorder(seconds, "none")
+    assert pipeline.imbalance(seconds, order) == 1
+    assert pipeline.loads(seconds, order).tolist() == [[6.0] * 4] * 2  # three times 2, the mean of 3 and 1
+    timeline = pipeline.timeline(seconds, order)
+    assert timeline.makespan == pipeline.makespan(seconds, order)
+    ops = {(op.kind, op.microbatch): end - start for op, start, end in timeline.for_rank(0) if op.stage == EYE}
+    assert {key: cost for key, cost in ops.items() if key[0] in "FB"} == {
+        ("F", 0): 6, ("B", 0): 12, ("F", 2): 4, ("B", 2): 8
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_orders_of_windows_are_permutations_and_best_never_loses(size: int, packed: bool):
+    schedule = make_schedule("three-phase", graph := windowed(size), 6, Costs.nominal(graph), window=size)
+    pipeline = pipeline_of(schedule, [2, 2], together=True, packed=packed, effort=Effort(rounds=3))
+    sizes = np.random.default_rng(size).exponential(size=24)
+    seconds = {"eye": seconds_of(sizes)} | ({"llm": seconds_of(sizes[::-1] + 0.2)} if packed else {})
+    spans = {}
+    for method in METHODS:
+        order = pipeline.reorder(seconds, method)
+        assert sorted(s for rank in order for samples in rank for s in samples) == list(range(24))
+        spans[method] = pipeline.makespan(seconds, order)
+    assert pipeline.bound(seconds) <= spans["best"] * (1 + 1e-9)
+    assert spans["best"] <= min(spans.values())
+    assert spans["best"] < 0.99 * spans["none"]
 
 
 @st.composite

@@ -389,6 +389,31 @@ def test_a_stopped_process_is_named(stopped, tmp_path, monkeypatch):
     assert {line[:3] for line in said} == {f"[{other}]" for other in range(3) if other != stopped}, errors
 
 
+LATE = """
+import sys, time
+from mmjax.mesh.config import WorldConfig
+from mmjax.mesh.layout import Layout
+from mmjax.mesh.process_group import find_processes
+from mmjax.mesh.processes import join
+from mmjax.mesh.world import World
+processes = find_processes({})
+join(processes)
+time.sleep(40 * processes.index)
+print(World.create(WorldConfig(), [Layout(dp=2)]).processes, "processes", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_come_later_than_a_collective_waits(tmp_path, monkeypatch):
+    """Gloo waits for 30 s."""
+    (tmp_path / "the_child.py").write_text(LATE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    command = [sys.executable, "-m", "mmjax.launch", "-n", "2", "--devices_per_process=1", "-m", "the_child"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 2 processes", "[1] 2 processes"]
+
+
 @pytest.mark.long
 def test_pieces_cross_between_processes():
     port, environment = free_port(), {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -193,6 +193,7 @@ class Case:
       frozen, samples, text_only, clip_norm, weight_decay: of the training; of all fields the reference sees ``model``
         and these. The first ``text_only`` samples have no images.
       dtype, remat, unroll: of the programs.
+      overlap: ``TrainConfig.overlap_grad_reduce``.
       frozen_dtype: what frozen modules are held in; "" is ``dtype``.
       stash: whether what the encoder keeps for its backward is in host memory meanwhile.
     """
@@ -217,6 +218,7 @@ class Case:
     dtype: str = "float32"
     remat: str = "none"
     unroll: bool = False
+    overlap: bool = False
     frozen_dtype: str = ""
     stash: bool = False
 
@@ -240,6 +242,7 @@ class Case:
                 dtype=self.dtype,
                 clip_norm=self.clip_norm,
                 unroll=self.unroll,
+                overlap_grad_reduce=self.overlap,
             ),
             world=WorldConfig(devices=DEVICES, platform="cpu", transport=self.transport, route=self.route),
             data=DataConfig(sequence_length=LENGTH),

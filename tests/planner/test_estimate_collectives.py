@@ -35,8 +35,10 @@ LLM = ModuleWork(
 )
 
 
-def estimated(layout: Layout, module: ModuleWork = LLM, *, rows: float = 1.0, gradient: int = 4) -> Estimate:
-    work = Work(modules={"llm": module}, global_batch=8, gradient=gradient)
+def estimated(
+    layout: Layout, module: ModuleWork = LLM, *, rows: float = 1.0, gradient: int = 4, overlap: bool | str = False
+) -> Estimate:
+    work = Work(modules={"llm": module}, global_batch=8, gradient=gradient, overlap_grad_reduce=overlap)
     clock = AnalyticClock(work=work, accelerator=H100, efficiency=WHOLE)
     candidate = Candidate(mode="homogeneous", layouts={"llm": layout}, microbatches=8)
     return Estimate(work=work, clock=clock, candidate=candidate, rows={"llm": (rows, module.width)})
@@ -166,6 +168,25 @@ def test_instances_reduce_within_and_then_their_shards_between() -> None:
     between = 2 * (8e9 / 8) * 1 / 2 / H100.network
     assert took["reduce", "llm.0", False] == pytest.approx(within + between)
     assert took["prepare", "llm.0", False] == pytest.approx(within / 2)
+
+
+@pytest.mark.parametrize(("dp", "hidden"), [(8, True), (16, False)])
+def test_a_last_backward_hides_the_reduction_of_all_layers_but_one(dp: int, hidden: bool) -> None:
+    module = replace(LLM, backward=Shares(layer=8e13))
+    alone, beside = (estimated(Layout(dp=dp), module, overlap=overlap).costs.seconds for overlap in (False, "auto"))
+    key, backward = ("reduce", "llm.0", False), alone["B", "llm.0", False]
+    longer = max(0.0, alone[key] - backward)
+    assert hidden == (not longer)
+    assert beside[key] == pytest.approx(alone[key] / 2 + longer / 2)
+    assert {k: v for k, v in beside.items() if k != key} == {k: v for k, v in alone.items() if k != key}
+
+
+def test_stages_whose_backward_another_waits_for_reduce_alone() -> None:
+    alone, beside = (estimated(Layout(dp=2, pp=2), overlap=overlap).costs.seconds for overlap in (False, True))
+    assert alone["reduce", "llm.1", False] == beside["reduce", "llm.1", False] > beside["reduce", "llm.0", False] / 2
+    for layout in (Layout(dp=2, shard="gradients"), Layout(dp=1)):
+        both = [estimated(layout, overlap=overlap).costs.seconds for overlap in (False, True)]
+        assert both[0] == both[1]
 
 
 def test_gradients_have_a_size_of_their_own() -> None:

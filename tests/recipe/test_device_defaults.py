@@ -84,23 +84,28 @@ def scaled(recipe: Recipe) -> Estimate:
 
 
 def test_what_the_recipe_says_stays() -> None:
-    said = recipe_of("Train.unroll=False", "llm/Decoder.remat=full", "vision/ViT.remat=none")
+    said = recipe_of(
+        "Train.unroll=False", "Train.overlap_grad_reduce=False", "llm/Decoder.remat=full", "vision/ViT.remat=none"
+    )
     assert not leaves_open(said) and resolve(said, GPU, never).recipe == said
     half = recipe_of("Train.unroll=False", "llm/Decoder.remat=dots")
     assert open_remat(half) == ("vision",)
     resolved = resolve(half, TargetDevice("gpu", 14.1), estimate)
     assert chosen(resolved.recipe) == ("full", "dots") and resolved.recipe.train.unroll is False
+    assert resolved.recipe.train.overlap_grad_reduce is True
 
 
+@pytest.mark.parametrize("name", ["unroll", "overlap_grad_reduce"])
 @pytest.mark.parametrize("value", ["auto", "'auto'", "True", "False"])
-def test_values_of_unroll(value: str) -> None:
-    assert repr(recipe_of(f"Train.unroll={value}").train.unroll).strip("'") == value.strip("'")
+def test_values_of_two_settings(name: str, value: str) -> None:
+    assert repr(getattr(recipe_of(f"Train.{name}={value}").train, name)).strip("'") == value.strip("'")
 
 
+@pytest.mark.parametrize("name", ["unroll", "overlap_grad_reduce"])
 @pytest.mark.parametrize("value", ["maybe", "1", "None"])
-def test_other_values_of_unroll_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"^Train\.unroll='?(maybe|1|None)'?: must be "):
-        recipe_of(f"Train.unroll={value}")
+def test_other_values_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^Train\.{name}='?(maybe|1|None)'?: must be "):
+        recipe_of(f"Train.{name}={value}")
 
 
 def test_an_earlier_choice_stays_and_is_no_difference() -> None:
@@ -115,7 +120,7 @@ def test_an_earlier_choice_stays_and_is_no_difference() -> None:
     assert with_earlier_defaults(earlier, on_cpu).recipe == earlier, "what the recipe says is not left open"
     assert differences(operative_config(recipe), operative_config(earlier)) == {}
     assert differences(operative_config(on_cpu), operative_config(earlier)).keys() == {
-        "Train.unroll", "vision/ViT.remat", "llm/Decoder.remat"
+        "Train.unroll", "Train.overlap_grad_reduce", "vision/ViT.remat", "llm/Decoder.remat"
     }  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from stage_graphs import chain, connect, stage
 
 from mmjax.schedule.graph import GraphError, StageGraph
 from mmjax.schedule.ops import Op, dependencies
+from mmjax.schedule.recurrence import Recurrence
 from mmjax.schedule.schedules import make_schedule
 from mmjax.schedule.simulate import Costs, simulate
 from mmjax.schedule.validate import ScheduleError, validate
@@ -63,6 +65,27 @@ def test_an_op_longer_than_a_microbatch_takes_its_cost_once() -> None:
     graph = spanning(4)
     costs = Costs.nominal(graph)
     assert simulate(make_schedule("three-phase", graph, 4, costs), costs).makespan == pytest.approx(3 + 5 * 3)
+
+
+@pytest.mark.parametrize("varying", [["vision.0"], ["llm.1", "vision.0"]], ids=str)
+@pytest.mark.parametrize(("size", "count", "window"), [(2, 5, 2), (3, 7, 6), (4, 4, 0)])
+def test_the_recurrence_takes_the_costs_of_an_op_s_microbatches(
+    size: int, count: int, window: int, varying: list[str]
+) -> None:
+    graph = spanning(size)
+    costs = Costs.nominal(graph, move=0.1)
+    schedule = make_schedule("three-phase", graph, count, costs, window=window)
+    recurrence = Recurrence(schedule, costs, varying)
+    table_CM = np.random.default_rng(0).uniform(0.1, 5, (len(recurrence.keys), count))
+    overrides = {}
+    for costs_M, (kind, name) in zip(table_CM, recurrence.keys, strict=True):
+        together = graph.stage(name).microbatches
+        sums = {(kind, name, False, m): float(costs_M[m : m + together].sum()) for m in range(0, count, together)}
+        overrides |= sums
+    timeline = simulate(schedule, replace(costs, overrides=overrides))
+    assert recurrence.makespans(table_CM[..., None])[0] == pytest.approx(timeline.makespan)
+    ends = recurrence.ends(table_CM[..., None])[1:, 0]
+    assert ends.tolist() == pytest.approx([timeline.span(op)[1] for op in recurrence.ops])
 
 
 def test_what_has_no_place_is_refused() -> None:

@@ -60,12 +60,12 @@ def test_a_slip_in_any_row_is_found(one: Row) -> None:
     if one.name in checks.contradictions():
         return
     slips = [
-        replace(one, other=replace(one.other, step=one.other.step * 0.9)),
-        replace(one, other=replace(one.other, step=one.other.step * 1.6)),
+        replace(one, compared=replace(one.compared, step=one.compared.step * 0.9)),
+        replace(one, compared=replace(one.compared, step=one.compared.step * 1.6)),
         replace(one, gain=-20.0),
         replace(one, devices=(one.devices[0] + 8, one.devices[1])),
-        replace(one, other=replace(one.other, llm=replace(one.other.llm, tp=3))),
-        replace(one, batch=one.batch + 1) if one.other.llm.dp > 1 else None,
+        replace(one, compared=replace(one.compared, llm=replace(one.compared.llm, tp=3))),
+        replace(one, batch=one.batch + 1) if one.compared.llm.dp > 1 else None,
     ]
     assert not list(checks._of_row(one))
     assert all(list(checks._of_row(slip)) for slip in slips if slip is not None)
@@ -121,9 +121,9 @@ def test_work_is_that_of_the_models() -> None:
 def test_memory_grows_with_vision_tokens_as_published(name: str) -> None:
     """Supports three assumptions: one patch a token, no sequence parallelism, repetition over an inherited cp."""
     less, more = row("A3", f"{name} 50"), row("A3", f"{name} 75")
-    for run, other in ((less.base, more.base), (less.other, more.other)):
-        grown = (predictions.predicted(more, other, NEAR).most - predictions.predicted(less, run, NEAR).most) / 1e9
-        assert grown == pytest.approx(other.memory - run.memory, rel=0.11, abs=0.2)
+    for run, compared in ((less.base, more.base), (less.compared, more.compared)):
+        grown = (predictions.predicted(more, compared, NEAR).most - predictions.predicted(less, run, NEAR).most) / 1e9
+        assert grown == pytest.approx(compared.memory - run.memory, rel=0.11, abs=0.2)
 
 
 def test_an_inherited_cp_does_not_make_an_encoder_faster_and_one_of_its_own_does() -> None:
@@ -150,13 +150,13 @@ def test_an_encoder_is_recomputed_where_it_is_large_or_does_not_fit() -> None:
     kept = [predictions.predicted(one, one.base, NEAR).work.modules[VISION].sums for one in (fits, tight)]
     assert kept == [(2, 2), (2, 0)]
     larger = row("A2", "3B+14B 8K 50")
-    assert predictions.predicted(larger, larger.other, NEAR).work.modules[VISION].sums == (2, 0)
+    assert predictions.predicted(larger, larger.compared, NEAR).work.modules[VISION].sums == (2, 0)
 
 
 def test_three_phases_hold_what_encoders_give_to_all_microbatches() -> None:
     """Table A2 prints 0.6 GB more for a quarter of vision tokens more in C of 3B+70B: 16 samples of a replica."""
     one = row("A2", "3B+70B 8K 50")
-    made = predictions.predicted(one, one.other, NEAR)
+    made = predictions.predicted(one, one.compared, NEAR)
     plain = Estimate(work=made.work, clock=made.clock, candidate=made.candidate, rows=made.rows)
     packed = 16 * 4096 * 8192 * 2
     assert made.device_bytes["llm.0"].activations - plain.device_bytes["llm.0"].activations == packed
@@ -236,7 +236,9 @@ def test_keys_and_values_go_round_behind_attention_alone() -> None:
 
 def test_passes_alone_leave_out_what_happens_once_a_step() -> None:
     one = row("A3", "1B+14B 64K 50")
-    passes, whole = (predictions.predicted(one, one.other, WHOLE, whole=whole).seconds for whole in (False, True))
+    passes, whole = (
+        predictions.predicted(one, one.compared, WHOLE, whole_step=whole).seconds for whole in (False, True)
+    )
     assert 0 < whole - passes < whole / 4
     # Gathered in bfloat16: the LLM over dp·cp = 8 ranks, two of them in a node of eight; and in turn the encoder with
     # its projector over 16 ranks, four of them in a node. What is reduced is behind the last backward.
@@ -271,10 +273,10 @@ def test_a_fit_finds_the_efficiencies_that_made_the_steps() -> None:
     given = Reached(products=0.6, attention=0.3, communication=0.8)
     rows = []
     for one in (row("A2", "3B+14B 8K 50"), row("A3", "1B+7B 64K 75"), row("A4", "6B+120B 8K 75")):
-        base, other = (
-            replace(run, step=predictions.predicted(one, run, given).quick) for run in (one.base, one.other)
+        base, compared = (
+            replace(run, step=predictions.predicted(one, run, given).quick) for run in (one.base, one.compared)
         )  # fmt: skip
-        rows.append(replace(one, base=base, other=other))
+        rows.append(replace(one, base=base, compared=compared))
     assert asdict(predictions.fit(rows)) == pytest.approx(asdict(given), rel=1e-3)
 
 

@@ -129,7 +129,7 @@ TOTAL = 256 * 4096 * 8192 * 2
 def test_bytes_of_the_boundary_by_hand(bridge: Bridge) -> None:
     payloads = [bridge.payload(direction) for direction in ("forward", "backward")]
     assert payloads == [TOTAL / bridge.llm.dp, TOTAL / bridge.encoder.dp]
-    if bridge.whole:  # leaders of the first stage hear from ranks of both, of which one is the leader itself
+    if bridge.once_a_step:  # leaders of the first stage hear from ranks of both, of which one is the leader itself
         assert bridge.arriving("forward") == TOTAL / 16
         assert bridge.busiest("forward") == bridge.busiest("backward") == TOTAL / 16
     elif bridge.mode == "C":  # a rank has half of what it needs, and all that goes back

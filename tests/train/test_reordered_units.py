@@ -64,12 +64,19 @@ def test_a_run_s_order_is_of_units_and_a_lane_has_the_encoder_s_costs_alone(tmp_
     assert spans[0] / spans[1] == found.figures["reorder_gain"]
 
 
+WINDOWED = (
+    *("vision/Layout.lanes=1", "vision/Layout.dp=2", "vision/Layout.microbatches=2"),
+    *("Train.schedule='three-phase'", "Train.window=2"),
+)
+"""The encoder with dp over both ranks, for two microbatches at a time."""
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_losses_gradients_and_updates_of_a_nested_step_do_not_depend_on_the_order(tmp_path):
-    config = nested(
-        tmp_path, "vision/Packing.buckets=((8, 64), (24, 64))", "Train.global_batch=16", "Train.microbatches=4"
-    )
+@pytest.mark.parametrize("more", [(), WINDOWED], ids=["nested", "windows"])
+def test_losses_gradients_and_updates_of_a_step_do_not_depend_on_the_order(tmp_path, more):
+    buckets = "vision/Packing.buckets=((8, 64), (24, 64))"
+    config = nested(tmp_path, buckets, "Train.global_batch=16", "Train.microbatches=4", *more)
     session = Session(config, build_packer(config, make_tokenizer("", tuple(config.model.encoders))))
     session.executor.compile()
     source = make_source(config.data, encoder_specs(config), seed=config.train.seed, split="train")
@@ -88,6 +95,21 @@ def test_losses_gradients_and_updates_of_a_nested_step_do_not_depend_on_the_orde
         assert best.denominators == pytest.approx(none.denominators)
     for method in METHODS[1:]:
         assert_same_training(runs[method], runs["none"])
+
+
+def test_a_position_costs_as_much_in_an_op_of_several_microbatches(tmp_path):
+    """Over a position of the LLM. Alone a microbatch has a cell on each of two ranks; an op's one cell is on both."""
+
+    def over_llm(*more: str) -> float:
+        config = nested(tmp_path, "vision/Packing.buckets=((8, 64), (24, 64))", *WINDOWED, *more)
+        parts = place(config, None, World.planned(config.devices))
+        order = order_of(config, parts, "best")
+        costs = {(kind, name): seconds for kind, name, _, seconds in order.costs}
+        return order.modules["vision"].forward["vision.0"] / parts.packer.cells / costs["F", "llm.0"]
+
+    alone = over_llm("vision/Layout.microbatches=1")
+    assert over_llm() == pytest.approx(alone)
+    assert over_llm("vision/Layout.microbatches=0", "Train.window=0") == pytest.approx(alone)
 
 
 def test_ranks_of_cp_share_costs_and_wait_for_the_fullest(tmp_path):

@@ -18,7 +18,7 @@ from mmjax.data.sources.config import KINDS as SOURCES
 from mmjax.data.tasks.digits.config import DRAW
 from mmjax.mesh.config import ROUTES, TRANSPORTS
 from mmjax.mesh.layout import CP_TOKENS, CP_WAYS, EP_WAYS, GATHERS, SHARDS
-from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, WINDOWED
+from mmjax.schedule.schedules import INNER, LANED, NESTING, OFFLOADING, SCHEDULES, SURROUNDING, WINDOWED
 
 DEVICES = 8
 TRIES = 400
@@ -192,7 +192,7 @@ def _run(rng: random.Random, steps: int) -> Iterator[str]:
     yield f"Train.microbatches={microbatches}"
     yield f"Train.global_batch={microbatches * rng.randint(1, 4)}"
     yield f"Train.schedule={schedule!r}"
-    if schedule in NESTING:
+    if schedule in SURROUNDING:
         yield f"Train.inner={rng.choice(INNER)!r}"
     if schedule in WINDOWED:
         yield f"Train.window={rng.randint(0, microbatches)}"
@@ -333,7 +333,13 @@ def _replicated(rng: random.Random, modules: Modules) -> Iterator[str]:
     yield f"Train.unroll={rng.random() < 0.3}"
 
 
-def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
+def _microbatches(rng: random.Random, modules: Modules, name: str, *, windowed: bool) -> Iterator[str]:
+    """Bindings of an encoder whose op takes several microbatches of a window, or all."""
+    if windowed and name in modules.encoders and rng.random() < 0.4:
+        yield f"{name}/Layout.microbatches={rng.choice((0, 0, 2))}"
+
+
+def _on_one_rank_set(rng: random.Random, modules: Modules, *, windowed: bool) -> Iterator[str]:
     """Bindings of layouts on the same ranks, each module with degrees and optimizer instances of its own."""
     size = rng.choice((4, 6, 8, 8))
     for name in modules.layers:
@@ -342,6 +348,7 @@ def _on_one_rank_set(rng: random.Random, modules: Modules) -> Iterator[str]:
         cp = rng.choice([n for n in (1, 1, 1, 2, 3) if size // pp // tp % n == 0])
         dp = size // pp // tp // cp
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
+        yield from _microbatches(rng, modules, name, windowed=windowed)
         yield from _shared_tokens(rng, name, cp)
         yield f"{name}/Layout.optimizer_instances={_instances(rng, dp)}"
     yield f"Train.unroll={rng.random() < 0.3}"
@@ -354,6 +361,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
     generators may be spread over the LLM's ranks; encoders may also be replicated on them.
     """
     phased = any(f"Train.schedule={name!r}" in shared for name in OFFLOADING)
+    windowed = any(f"Train.schedule={name!r}" in shared for name in WINDOWED)
     if any(f"Train.schedule={name!r}" in shared for name in NESTING) or (
         rng.random() < 0.4 and any(f"Train.schedule={name!r}" in shared for name in LANED)
     ):
@@ -363,7 +371,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield from _replicated(rng, modules)
         return
     if rng.random() < 0.25:
-        yield from _on_one_rank_set(rng, modules)
+        yield from _on_one_rank_set(rng, modules, windowed=windowed)
         return
     style, end = rng.choice(("apart", "apart", "together", "together", "anywhere")), 0
     for name, layers in modules.layers.items():
@@ -378,6 +386,7 @@ def _layouts(rng: random.Random, modules: Modules, shared: Sequence[str]) -> Ite
         yield from (f"{name}/Layout.dp={dp}", f"{name}/Layout.tp={tp}", f"{name}/Layout.pp={pp}")
         yield from _shared_tokens(rng, name, cp)
         yield from (f"{name}/Layout.chunks={chunks}", f"{name}/Layout.rank_offset={offset}")
+        yield from _microbatches(rng, modules, name, windowed=windowed)
         yield f"{name}/Layout.optimizer_instances={_instances(rng, dp)}"
         yield f"{name}/Offload.optimizer={rng.random() < 0.1}"
         yield f"{name}/Offload.parameters={phased and name != 'llm' and rng.random() < 0.3}"

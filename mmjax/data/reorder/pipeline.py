@@ -14,6 +14,9 @@ If encoders or generators have lanes, a unit of microbatches, one on each lane, 
 `Units`): its samples are shared among its microbatches and their ranks, and units are ordered. Only the search moves
 single microbatches out of their unit, if this makes the simulated step shorter.
 
+An encoder whose op takes several microbatches costs as much as all of them, in any order: its ops balance by how
+samples are shared among these runs of microbatches and among ranks.
+
 Everything is a pure function of the samples' costs, so processes that know the costs agree without communication. Costs
 are rounded to multiples of a power of two, which makes their sums exact in any order of addition.
 
@@ -148,7 +151,7 @@ class Pipeline:
     def timeline(self, seconds: Seconds, order: Order, padded: Padded | None = None) -> Timeline:
         """The simulation of a step in this order, op by op; only if ranks are together. Arguments as in `reorder`."""
         assert self.together, "each rank has a separate timeline"
-        table_CM = self._lines(self._work(seconds, padded), self._slots(order))[..., 0]
+        table_CM = self.recurrence.of_ops(self._lines(self._work(seconds, padded), self._slots(order)))[..., 0]
         overrides = {
             (kind, stage, False, m): float(cost)
             for (kind, stage), costs_M in zip(self.recurrence.keys, table_CM, strict=True)
@@ -161,9 +164,15 @@ class Pipeline:
     def loads(self, seconds: Seconds, order: Order) -> np.ndarray:
         """Seconds of all modules whose samples differ, forward and backward, by dp rank and microbatch [R, M].
 
-        Arguments as in `reorder`.
+        A microbatch has its share of an op that takes several. Arguments as in `reorder`.
         """
-        return self._table(self.sizes(seconds), self._slots(order)).sum(axis=0).T
+        table_CMR = self._table(self.sizes(seconds), self._slots(order))
+        for costs_MR, (_, stage) in zip(table_CMR, self.recurrence.keys, strict=True):
+            node = self.recurrence.schedule.graph.stage(stage)
+            for first in range(0, self.microbatches, node.microbatches):
+                together = slice(first, first + node.microbatches)
+                costs_MR[together] = costs_MR[together].mean(axis=0)
+        return table_CMR.sum(axis=0).T
 
     def imbalance(self, seconds: Seconds, order: Order) -> float:
         """Load of the largest cell of each unit over the load of the mean cell, summed over units; see `loads`."""
@@ -335,7 +344,10 @@ class Pipeline:
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _by_intervals(self, sizes_CS: np.ndarray, table_CMK: np.ndarray) -> np.ndarray:
-        """The order of Alg. 2 [M, K]; the original order if no stage at the pipeline's beginning has varying costs."""
+        """The order of Alg. 2 [M, K]; the original order if no stage at the pipeline's beginning has varying costs.
+
+        A stage there whose op takes several microbatches has none between which others run.
+        """
         lead = self._lead(sizes_CS)
         if not lead or not self.units.whole:
             return np.repeat(np.arange(self.microbatches)[:, None], table_CMK.shape[-1], axis=1)
@@ -378,10 +390,10 @@ class Pipeline:
     def _leads(self) -> list[str]:
         graph = self.recurrence.schedule.graph
         varying = dict.fromkeys(stage for _, stage in self.recurrence.keys)
-        return [stage for stage in varying if not graph.in_edges(stage)]
+        return [stage for stage in varying if not graph.in_edges(stage) and graph.stage(stage).microbatches == 1]
 
     def _lead(self, sizes_CS: np.ndarray) -> str:
-        """The stage with the most work at the pipeline's beginning; "" if none there has varying costs."""
+        """The stage with the most work among `_leads`; "" if there is none."""
         work = dict.fromkeys(self._leads, 0.0)
         for (_, stage), sizes in zip(self.recurrence.keys, sizes_CS, strict=True):
             if stage in work:

@@ -44,6 +44,7 @@ def index_settings(records: RecordTokenizer, data: DataConfig) -> str:
         + ([spec.frames] if spec.frames > 1 else [])
         + ([spec.queries, spec.multiple, spec.canvases] if spec.drawn else [])
         + ([spec.latents] if spec.latents else [])
+        + ([{"pictures": [spec.pictures.patch, spec.pictures.canvases]}] if spec.pictures else [])
         + ([{"references": spec.references}] if spec.references else [])
         for name, spec in records.encoders.items()
     }

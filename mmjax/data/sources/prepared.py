@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mmjax.data.sources.observer import IndexObserver
 from mmjax.data.sources.places import DRAWING
 from mmjax.data.sources.skipped import Fault, Skipped
 from mmjax.data.sources.storage import Unreachable, Unusable
+from mmjax.data.sources.target_latents import blank_medium, unit_distribution
 from mmjax.data.sources.tokenized import RecordTokenizer, Targets, TokenizedRecord
 from mmjax.data.tokenizer import Tokenizer
 from mmjax.data.turns import is_prompt, last_answer, last_question, without_literals
@@ -122,12 +124,16 @@ class PreparedRecords:
         """
         faults: list[Fault] = []
         tokenized, encoders = self._tokenized(number, faults), self._records.encoders
-        wanted = set(encoders) if media is None else set(media)
+        generator_of = {spec.encoder: name for name, spec in encoders.items() if spec.encoder}
+        wanted = {*encoders, *generator_of} if media is None else set(media)
+        read = {generator_of.get(name, name) for name in wanted}
         # A generator learns nothing of a record of which some part is broken either.
-        learned = learned or any(encoders[name].drawn for name in wanted & set(encoders))
-        tried = set(encoders) if learned and not self.config.strict else wanted
+        learned = learned or any(encoders[name].drawn for name in read & set(encoders))
+        tried = set(encoders) if learned and not self.config.strict else read
         opened = {name: self._media(name, number, tokenized, faults) for name in self._sizes(number) if name in tried}
         references = self._references(number, tried, tokenized, faults)
+        for name in generator_of.values() & opened.keys():
+            self._hand_over(name, number, opened, references)
         dialogue = tokenized.dialogue if tokenized else self._blank(number)
         if faults and self.config.strict:
             raise ConfigError(str(faults[0]))
@@ -275,8 +281,7 @@ class PreparedRecords:
         media: list[np.ndarray] = []
         for at, (sizes, measure) in enumerate(zip(sizes_of_files, measures, strict=True)):
             spec = self._records.encoders[name]
-            values = spec.channels * (spec.frames if measure and measure.clip else 2 if spec.latents else 1)
-            arrays = [np.zeros((*size, values), np.float32) for size in sizes]
+            arrays = [blank_medium(spec, size, spec.frames if measure and measure.clip else 1) for size in sizes]
             if tokenized and encoded:
                 record = tokenized.record.id
                 with self._noting(faults, number, record), self._records.naming(encoded[at], name, at):
@@ -298,8 +303,9 @@ class PreparedRecords:
         for name, references in zip(targets.makers, targets.references, strict=bool(targets.references)):
             if name not in pictures:
                 continue
-            channels = self._records.encoders[name].channels
-            opened = [np.zeros((*size, channels), np.float32) for _, size in references]
+            spec = self._records.encoders[name]
+            single = spec if spec.pictures else replace(spec, latents="")  # of latents made ahead the means
+            opened = [blank_medium(single, size) for _, size in references]
             for at, (image, _) in enumerate(references):
                 if tokenized:
                     medium, record = tokenized.record.images[image], tokenized.record.id
@@ -307,6 +313,29 @@ class PreparedRecords:
                         opened[at] = self._read_reference(name, medium, opened[at])
             pictures[name].append(tuple(opened))
         return {name: tuple(of_maker) for name, of_maker in pictures.items()}
+
+    def _hand_over(
+        self,
+        name: str,
+        number: int,
+        opened: dict[str, tuple[np.ndarray, ...]],
+        references: dict[str, tuple[tuple[np.ndarray, ...], ...]],
+    ) -> None:
+        """Gives the pictures of a generator whose latents are made in the step to their encoder.
+
+        The generator gets distributions in their place, of which the latents' noise is drawn, and blank references.
+        """
+        spec, sizes = self._records.encoders[name], self._sizes(number)[name]
+        behind = references.get(name) or ((),) * len(sizes)
+        opened[spec.encoder] = tuple(
+            picture for medium, pictures in zip(opened[name], behind, strict=True) for picture in (medium, *pictures)
+        )
+        opened[name] = tuple(unit_distribution(spec, size) for size in sizes)
+        if name in references:
+            references[name] = tuple(
+                tuple(np.zeros((*(side // spec.factor for side in p.shape[:2]), spec.channels), np.float32) for p in of)
+                for of in behind
+            )
 
     def _read_reference(self, name: str, medium: Media, blank: np.ndarray) -> np.ndarray:
         """An image as the generator `name` sees it, of the shape of `blank`. Raises Unusable for another one."""

@@ -1,4 +1,7 @@
-"""Media that a generator is to make: pictures, their latents, made ahead or blank ones of prompts, or recordings."""
+"""Media that a generator is to make: pictures, recordings, or latents of pictures.
+
+Latents are made ahead, or in the step, or blank ones of prompts.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,8 @@ def targets_of(name: str, config: SourceConfig, generators: dict[str, EncoderSpe
     for generator, spec in generators.items():
         if spec.latents == BLANK:
             makers[generator] = BlankLatents(name, config, spec)
+        elif spec.pictures:
+            makers[generator] = EncodedPictures(name, config, generator, spec)
         elif spec.latents:
             makers[generator] = TargetLatents(config, generator, spec)
         elif spec.sounds:
@@ -130,6 +135,66 @@ class TargetLatents:
             fix = "run python -m mmjax.latents over all pictures"
             raise Unusable(f"it has no latent in {self._store.folder}; {fix}")
         return key
+
+
+class EncodedPictures:
+    """Pictures for an encoder of latents; their sizes are those of latents.
+
+    Args:
+      name: the source's name, for messages.
+      config: the source.
+      generator: the generator's name.
+      spec: the generator's spec, with ``pictures``.
+
+    Raises:
+      ConfigError: the settings do not fit the generator.
+    """
+
+    files = ()
+
+    def __init__(self, name: str, config: SourceConfig, generator: str, spec: EncoderSpec):
+        assert spec.pictures
+        self._pictures, self._factor = TargetPictures(name, config, generator, spec.pictures), spec.factor
+
+    def measure_file(self, image: Media, *, alone: bool) -> Measure:
+        """The size of the latent of an encoded picture. Raises Unusable if it cannot be read."""
+        (size,) = self._pictures.measure_file(image, alone=alone).media
+        return Measure(self._of_latent(size), [self._of_latent(size)])
+
+    def media(self, data: bytes, *, alone: bool = True) -> list[np.ndarray]:
+        """The picture, float32 [H, W, C] in -1…1."""
+        return self._pictures.media(data, alone=alone)
+
+    def reference_size(self, image: Media) -> Size:
+        """See `Targets`."""
+        return self._of_latent(self._pictures.reference_size(image))
+
+    def reference(self, data: bytes) -> np.ndarray:
+        """See `Targets`: the picture, float32 [H, W, C]."""
+        return self._pictures.reference(data)
+
+    def _of_latent(self, size: tuple[int, ...]) -> Size:
+        return size[0] // self._factor, size[1] // self._factor
+
+
+def blank_medium(spec: EncoderSpec, size: tuple[int, ...], frames: int = 1) -> np.ndarray:
+    """Zeros of the shape that a medium's file gives: of a picture, a recording, or distributions of a latent.
+
+    Args:
+      spec: of the encoder or generator.
+      size: height and width, or frames of a recording; in pixels of latents where it is encoded in the step.
+      frames: frames of a medium, one behind another along channels.
+    """
+    if spec.pictures:
+        return np.zeros((*(side * spec.factor for side in size), spec.pictures.channels), np.float32)
+    return np.zeros((*size, spec.channels * (2 if spec.latents else frames)), np.float32)
+
+
+def unit_distribution(spec: EncoderSpec, size: tuple[int, ...]) -> np.ndarray:
+    """Means of 0 and deviations of 1, [h, w, 2 C]: ``with_noise`` draws a latent's noise of them."""
+    distribution = np.zeros((*size, 2 * spec.channels), np.float32)
+    distribution[..., spec.channels :] = 1
+    return distribution
 
 
 class TargetRecordings:

@@ -126,6 +126,11 @@ class AutoencoderConfig:
         return RESAMPLED ** (len(self.widths) - 1)
 
     @property
+    def kernel_axes(self) -> int:
+        """Axes of kernels: rows and columns, and frames before them where kernels are causal."""
+        return 3 if self.causal else 2
+
+    @property
     def encoder_levels(self) -> tuple[Level, ...]:
         """The encoder's layers from the largest size to the smallest."""
         inputs, last = (self.widths[0], *self.widths), len(self.widths) - 1

@@ -28,6 +28,8 @@ LOG_VARIANCES = (-30.0, 20.0)
 """The least and the largest logarithm of a variance."""
 _AT_ONCE = 1 << 24
 """Pairs of pixels of which attention has all scores at once; above, it goes over queries row by row."""
+_HIDDEN = -1e30
+"""The score of a pixel that is not seen."""
 Resampled = Literal["", "smaller", "larger"]
 """Whether a convolution halves the sides of a picture, or follows their doubling."""
 
@@ -158,11 +160,16 @@ def normed(x_BHWC: Array, norm: Norm, moments: Moments | None) -> Array:
 
 
 def _rms(x_BHWC: Array, p: Any) -> Array:
-    """RMSNorm over a pixel's channels, with the length bounded below as ``torch.nn.functional.normalize`` does."""
+    return (unscaled_rms(x_BHWC) * p["scale"]).astype(x_BHWC.dtype)
+
+
+def unscaled_rms(x_BHWC: Array) -> Array:
+    """RMSNorm over a pixel's channels without a scale, fp32, with the length bounded below as
+    ``torch.nn.functional.normalize`` does.
+    """
     x32 = x_BHWC.astype(jnp.float32)
     squares = jnp.sum(x32 * x32, axis=-1, keepdims=True)
-    y_BHWC = x32 * lax.rsqrt(jnp.maximum(squares, 1e-24)) * x_BHWC.shape[-1] ** 0.5
-    return (y_BHWC * p["scale"]).astype(x_BHWC.dtype)
+    return x32 * lax.rsqrt(jnp.maximum(squares, 1e-24)) * x_BHWC.shape[-1] ** 0.5
 
 
 def doubled(x_BHWC: Array) -> Array:
@@ -185,22 +192,26 @@ def convolved(x_BHWC: Array, p: Any, padding: Padding, resampled: Resampled = ""
 
 
 def attention(h_BHWC: Array, p: Any) -> Array:
-    """Attention of one head over all pixels of each picture, scores in fp32, and its product "o"."""
+    """Attention of one head over all pixels of each picture, and its product "o"."""
     q, k, v = (h_BHWC @ p[name]["kernel"] + p[name]["bias"] for name in "qkv")
-    k_BTC, v_BTC = (x.reshape(len(x), -1, x.shape[-1]) for x in (k, v))
-    by_rows = (k_BTC.shape[1]) ** 2 > _AT_ONCE
+    return attended(q, k, v) @ p["o"]["kernel"] + p["o"]["bias"]
 
-    def attended(q_BNC: Array) -> Array:
+
+def attended(q_BHWC: Array, k_BHWC: Array, v_BHWC: Array, inside_BHW: Array | None = None) -> Array:
+    """Attention of one head of all pixels of each picture to those ``inside``, by default all; scores in fp32."""
+    k_BTC, v_BTC = (x.reshape(len(x), -1, x.shape[-1]) for x in (k_BHWC, v_BHWC))
+    by_rows = (k_BTC.shape[1]) ** 2 > _AT_ONCE
+    hidden_B1T = None if inside_BHW is None else ~inside_BHW.reshape(len(inside_BHW), 1, -1)
+
+    def attend(q_BNC: Array) -> Array:
         scores_BNT = jnp.einsum("bnc,btc->bnt", q_BNC, k_BTC, preferred_element_type=jnp.float32)
-        weights_BNT = jax.nn.softmax(scores_BNT * q_BNC.shape[-1] ** -0.5, axis=-1)
+        scores_BNT = scores_BNT * q_BNC.shape[-1] ** -0.5
+        weights_BNT = jax.nn.softmax(scores_BNT if hidden_B1T is None else jnp.where(hidden_B1T, _HIDDEN, scores_BNT))
         return jnp.einsum("bnt,btc->bnc", weights_BNT.astype(v_BTC.dtype), v_BTC)
 
     if by_rows:
-        out_HBWC = lax.map(jax.checkpoint(attended), q.swapaxes(0, 1))
-        out_BHWC = out_HBWC.swapaxes(0, 1)
-    else:
-        out_BHWC = attended(q.reshape(k_BTC.shape)).reshape(q.shape)
-    return out_BHWC @ p["o"]["kernel"] + p["o"]["bias"]
+        return lax.map(jax.checkpoint(attend), q_BHWC.swapaxes(0, 1)).swapaxes(0, 1)
+    return attend(q_BHWC.reshape(k_BTC.shape)).reshape(q_BHWC.shape)
 
 
 def to_generator(c: AutoencoderConfig, latents: Any) -> Any:

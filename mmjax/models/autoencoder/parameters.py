@@ -80,14 +80,21 @@ class _Half(nnx.Module):
         self.conv_out = _convolution(c, levels[-1].outputs, outputs, rngs=rngs)
 
 
-class _Autoencoder(nnx.Module):
-    """Both halves, "encoder" and "decoder", and the convolutions of single pixels "moments" and "latent"."""
+class Encoder(nnx.Module):
+    """The encoder alone, "encoder", and the convolution of single pixels "moments"."""
 
     def __init__(self, c: AutoencoderConfig, rngs: nnx.Rngs):
         pair = 2 * c.latent_channels
         self.encoder = _Half(c, rngs, levels=c.encoder_levels, inputs=c.channels, outputs=pair, expands=False)
         if c.moments_convolution:
             self.moments = _convolution(c, pair, pair, rngs=rngs, side=1)
+
+
+class _Autoencoder(Encoder):
+    """Both halves, "encoder" and "decoder", and the convolutions of single pixels "moments" and "latent"."""
+
+    def __init__(self, c: AutoencoderConfig, rngs: nnx.Rngs):
+        super().__init__(c, rngs)
         if c.latent_convolution:
             self.latent = _convolution(c, c.latent_channels, c.latent_channels, rngs=rngs, side=1)
         levels = c.decoder_levels
@@ -96,7 +103,7 @@ class _Autoencoder(nnx.Module):
 
 def _convolution(c: AutoencoderConfig, inputs: int, outputs: int, *, rngs: nnx.Rngs, side: int = 3) -> Convolution:
     """A convolution at a size; a causal one has as many frames as its side."""
-    return Convolution(inputs, outputs, rngs, (side,) * (3 if c.causal else 2))
+    return Convolution(inputs, outputs, rngs, (side,) * c.kernel_axes)
 
 
 def slice_of(c: AutoencoderConfig) -> ModuleSlice:
