@@ -154,6 +154,7 @@ def met(mask: Mask, inputs: Any) -> Any:
     return mask.may_allow(bounds(inputs, 12), bounds(inputs, 12))
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_a_pair_of_blocks_is_skipped_only_where_the_mask_hides_all_of_it(case: Any) -> None:
@@ -206,6 +207,7 @@ def test_hidden_pairs_of_blocks_are_not_computed(mask: Mask, lengths: list[int],
     assert np.isfinite(out[0, :first]).all() and not np.isfinite(out[0, first:]).all()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_blocks")
 def test_a_hidden_token_changes_nothing() -> None:
     """Not a bit of what a causal token gives, nor of its gradients."""
@@ -245,6 +247,7 @@ def test_tokens_that_a_token_does_not_see_change_nothing(case: Any, at: int) -> 
         assert not np.asarray(gradient)[hidden].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mask", [Mask("causal"), Mask.of("gemma3")], ids=["causal", "words"])
 def test_blocks_in_shard_map_over_rows_and_heads(mask: Mask) -> None:
     """With ``check_vma``: rows over dp, heads over tp, segments and words equal over tp."""

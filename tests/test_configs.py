@@ -74,6 +74,7 @@ def test_loads_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest
     assert load_config([relative]) == config
 
 
+@pytest.mark.long
 def test_three_modules_in_three_layouts() -> None:
     config = load("digits_valm")
     assert config.model.layouts == {

@@ -114,6 +114,7 @@ def test_the_dense_reference_is_transformers_too(kind: str) -> None:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @ALL
 def test_parameters_are_counted(kind: str) -> None:
     tensors = load_file(FOLDERS / kind / "model.safetensors")

@@ -146,6 +146,7 @@ def test_loss_and_gradients_are_those_of_torch(layout: str, values: dict[str, np
     assert_gradients(step.gradients, want, bound=1e-4, least=3e-3)
 
 
+@pytest.mark.long
 def test_out_of_in_is_the_same_folder(begun: Begun) -> None:
     made = export_folders(begun.run, begun.run.parent / "out")
     assert made.without == () and list(made.tensors) == [str(begun.run.parent / "out")]

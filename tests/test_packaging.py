@@ -67,6 +67,7 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from imported(child)
 
 
+@pytest.mark.long
 def test_small_packages_are_imported_where_they_are_needed() -> None:
     for path in (*(REPOSITORY / "mmjax").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")):
         assert not LATE & set(imported(ast.parse(path.read_text()))), f"{path}: import it in the function that needs it"

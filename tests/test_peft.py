@@ -67,6 +67,7 @@ def test_a_folder_decides_rank_alpha_and_targets(tmp_path: Path) -> None:
         configured(tmp_path, *ADAPTED, "llm/Lora.rank=8")
 
 
+@pytest.mark.long
 def test_logits_are_those_of_peft(tmp_path: Path) -> None:
     model, leaves = leaves_of(configured(tmp_path, *ADAPTED))
     values = np.load(PEFT / "values.npz")

@@ -336,6 +336,7 @@ def test_placeholder_embeddings_get_no_gradient_and_may_lie_outside_the_vocabula
     assert (np.asarray(reference.sample_logits(leaves, MODEL, outside)) == np.asarray(expected)).all()
 
 
+@pytest.mark.long
 def test_frozen_modules_and_modules_without_media() -> None:
     leaves = random_leaves(MODEL)
     with jax.enable_x64(True):

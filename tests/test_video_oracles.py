@@ -88,6 +88,7 @@ def test_positions_are_those_of_transformers(kind: str) -> None:
         assert sorted(set(of.values["positions_1"][:, 0])) == [*range(7), 9, 12, 13]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tp"), [("qwen3_vl", 2), pytest.param("qwen3_5", 1, marks=pytest.mark.long)])
 def test_a_packed_row_has_the_values_of_transformers(kind: str, tp: int) -> None:
     """All media in one row of the tower, all texts in one of the language model."""

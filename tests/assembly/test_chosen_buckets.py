@@ -101,6 +101,7 @@ def test_padding_falls_and_losses_gradients_and_updates_stay(session):
     assert_same_training(mine, whole)
 
 
+@pytest.mark.long
 def test_servers_and_every_process_choose_the_same(recipe, session):
     """A server from the configuration alone; and again."""
     served = planned_batch_spec(recipe).packer

@@ -233,6 +233,7 @@ def test_rows_for_which_nothing_is_compiled_are_refused(tmp_path: Path, monkeypa
         runs.signed(make(0).microbatches)
 
 
+@pytest.mark.long
 def test_a_program_for_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where several may occur; other stages share theirs."""
     counts = {}

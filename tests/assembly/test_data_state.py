@@ -108,6 +108,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.long
 def test_records_left_out_are_counted_by_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_platform_without_the_kernel_is_refused_before_devices() -> None:
     assert load_config([], given[:2]).model["llm"].settings.attention == "cudnn"
 
 
+@pytest.mark.long
 def test_a_stage_for_other_devices_is_refused_when_it_is_built() -> None:
     """Where the platform is found only then."""
     given = ["llm/Decoder.attention='cudnn'", "Train.dtype='bfloat16'", "Train.microbatches=2", "Train.global_batch=4"]
@@ -196,6 +197,7 @@ def both(attend: Any, mask: Mask, segments: Any, q: Any, k: Any, v: Any, d_out: 
     return out, *back(d_out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "name", "branch"),
     [

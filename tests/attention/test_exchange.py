@@ -110,6 +110,7 @@ def test_every_way_is_attention_of_whole_rows(cp_way: str, ranks: int, heads: in
     require_equal(across_ranks(cp_way, ranks, mask, inputs, arrays), complete_rows(mask, inputs, arrays))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cp_way", EXCHANGES)
 @pytest.mark.parametrize(("value_width", "block"), [pytest.param(5, 512, marks=pytest.mark.long), (11, 16)])
 def test_values_of_another_width_than_keys(
@@ -135,6 +136,7 @@ def test_values_of_another_width_than_keys(
     np.testing.assert_allclose(np.asarray(whole)[real], np.asarray(want[0])[real], atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cp_way", [pytest.param(way, marks=() if way == "ring" else pytest.mark.long) for way in EXCHANGES]
 )

@@ -28,6 +28,8 @@ from mmjax.attention.tokens import Tokens
 from mmjax.config import load_config
 from mmjax.configurable import ConfigError
 
+pytestmark = pytest.mark.long
+
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 60, 4, 2, 8
 ITEMS = [[0] * 5 + [1] * 10 + [2] * 7 + [0] * 8 + [3] * 9 + [0] * 3 + [4] * 4 + [0] * 14] * ROWS
 SEGMENTS = [[1] * 30 + [2] * 23 + [3] * 4 + [0] * 3, [1] * 60]

@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_that_of_whole_rows(case: str) -> None:
     mask, inputs, _ = CASES[case]
@@ -154,6 +155,7 @@ def test_blocks_and_sizes() -> None:
     assert received_blocks(np.array([0, 0, 1, 5]), 8) == 0 + 1 + 8
 
 
+@pytest.mark.long
 def test_ranks_with_other_rows_send_as_much() -> None:
     """A permutation takes all devices of a program, so they are in the same branch whatever their own rows need."""
     mesh, spec = Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("dp", "cp")), PartitionSpec("dp", "cp")
@@ -182,6 +184,7 @@ def test_ranks_with_other_rows_send_as_much() -> None:
     require_equal(got, complete_rows(mask, inputs, given))
 
 
+@pytest.mark.long
 def test_nothing_travels_where_segments_are_whole_on_ranks() -> None:
     """Segments 1 and 4 on the first rank, 3 on the second, 2 and 5 on the third: bounds of numbers would overlap."""
     segments = np.repeat([[1, 4, 3, 2, 5]] * ROWS, [9, 11, 20, 13, 7], axis=1).astype(np.int32)

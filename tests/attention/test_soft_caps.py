@@ -71,6 +71,7 @@ def test_whole_rows(name: str, block: int, mask: Mask, monkeypatch: pytest.Monke
     require_exact(jax.jit(partial(both, attend))(SEGMENTS, *(x.astype(np.float32) for x in drawn())), mask)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cp_way", EXCHANGES)
 def test_tokens_on_two_ranks(cp_way: str) -> None:
     mesh, spec, mask = Mesh(np.array(jax.devices()[:2]), ("cp",)), PartitionSpec(None, "cp"), MASKS["causal"]

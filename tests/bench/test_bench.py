@@ -122,6 +122,7 @@ def test_a_wheel_has_the_benchmarks_of_the_package_alone(tmp_path, monkeypatch, 
         assert f"benchmark {name!r}: an installed package has no such benchmark, a checkout has" in error
 
 
+@pytest.mark.long
 def test_benchmarks_are_found_from_any_folder(tmp_path):
     code = "from mmjax.bench import BENCHES; print(all(bench.available for bench in BENCHES.values()))"
     code += "; print(BENCHES['routes'].function().__module__)"

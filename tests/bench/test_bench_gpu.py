@@ -180,6 +180,7 @@ def test_the_first_steps_of_the_digits_have_the_kept_losses(tmp_path):
 # ---- sections in small, on a CPU -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_attention_is_compared_and_what_is_not_here_is_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "SMALL", attention.SMALL[:1])
     job = Job(tmp_path / "attention.json", small=True)
@@ -193,6 +194,7 @@ def test_attention_is_compared_and_what_is_not_here_is_noted(tmp_path, monkeypat
     assert dataclasses.replace(causal, window=2).flops == 4 * 2 * 3 * 5 * 2 * (1 + 5 * 2)
 
 
+@pytest.mark.long
 def test_what_is_pulled_is_what_was_sent(tmp_path):
     """In a process of its own, as `bench gpu` runs it: JAX keeps a server until the end."""
     command = ["-m", "mmjax.bench.gpu.section_process", "mmjax.bench.gpu.pulls:run", "pulls.json", "60", "small"]

@@ -47,6 +47,7 @@ DRAW = Draw(
 )
 
 
+@pytest.mark.long
 def test_draws_are_legal_different_and_the_same_again() -> None:
     draws = [make_draw(3, number, DATA) for number in range(4)]
     for draw in draws:
@@ -107,6 +108,7 @@ assert len(os.listdir("/proc/self/task")) <= threads, "forked processes would no
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts the threads that Linux has")
 def test_data_are_written_without_a_thread_that_forked_processes_would_miss(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], capture_output=True, text=True)

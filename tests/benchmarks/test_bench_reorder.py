@@ -46,6 +46,7 @@ def test_rows_hold_what_they_promise_but_for_times(monkeypatch):
     assert nested["imbalance of units, best"] < nested["imbalance of units, none"]
 
 
+@pytest.mark.long
 def test_uneven_digits_are_measured_as_they_are_simulated(monkeypatch):
     """A smaller batch; the measured step has at least the seconds of its ops, and what a busy machine adds."""
     monkeypatch.setattr(uneven, "UNEVEN", (*uneven.UNEVEN, "Train.global_batch=32", "Train.microbatches=8"))

@@ -16,6 +16,7 @@ def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_plans, "NUMBERS", (2, 6))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "data", [pytest.param(name, marks=pytest.mark.long) if at else name for at, name in enumerate(DATA)]
 )

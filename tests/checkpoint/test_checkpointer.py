@@ -317,6 +317,7 @@ def test_leaving_the_context_leaves_no_thread_behind(tmp_path):
     assert not left
 
 
+@pytest.mark.long
 def test_hundreds_of_tiny_leaves_share_a_few_files(tmp_path):
     arrays = {f"params/llm/layers/{i:03d}/attn_norm": np.full(8, i, np.float32) for i in range(400)}
     leaves = put(arrays, "one")

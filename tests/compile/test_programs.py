@@ -28,6 +28,8 @@ from mmjax.plan import __main__ as plan
 from mmjax.recipe import Recipe
 from mmjax.schedule.ops import Op
 
+pytestmark = pytest.mark.long
+
 SETTINGS = (
     *("llm/Decoder.layers=4", "llm/Decoder.width=64", "llm/Decoder.heads=2", "llm/Decoder.mlp=96"),
     *("llm/Layout.pp=4", "vision/Layout.rank_offset=4", "vision/ViT.layers=1", "vision/ViT.width=32"),
@@ -62,7 +64,6 @@ def programs(compiler: Compiler) -> Programs:
     return Programs(recipe_of(), HERE, compiler=compiler)
 
 
-@pytest.mark.long
 def test_equal_programs_are_compiled_once(programs: Programs) -> None:
     distinct = programs.distinct()
     assert programs.compiler.compiled <= len(distinct) < len(programs.names)
@@ -100,7 +101,6 @@ def test_a_step_has_all_of_its_ops(programs: Programs) -> None:
     assert all(timeline.span(op)[1] > timeline.span(op)[0] for op in updates)
 
 
-@pytest.mark.long
 def test_model_flops_of_stages_are_the_models(programs: Programs) -> None:
     """Rows of one segment and full width: the stages' FLOPs add up to those of the formula."""
     model, shapes = programs.assembly.placed.model, next(iter(programs.assembly.shapes.values()))
@@ -116,7 +116,6 @@ def test_model_flops_of_stages_are_the_models(programs: Programs) -> None:
     assert 0 < step.flops.causal < step.flops.full
 
 
-@pytest.mark.long
 def test_the_fullest_device_and_what_takes_most(programs: Programs) -> None:
     figures = step_figures(programs, step := Step(programs))
     memory = figures["memory"]
@@ -130,7 +129,6 @@ def test_the_fullest_device_and_what_takes_most(programs: Programs) -> None:
     assert max(memory["kinds"].values()) == fullest.blame.bytes
 
 
-@pytest.mark.long
 def test_a_step_of_one_program(compiler: Compiler) -> None:
     one = ("llm/Layout.pp=1", "vision/Layout.rank_offset=0", "Train.schedule='gpipe'", "Train.lowering='single'")
     programs = Programs(recipe_of(*one), HERE, compiler=compiler)
@@ -143,7 +141,6 @@ def test_a_step_of_one_program(compiler: Compiler) -> None:
     assert compiled.model_flops.causal >= step.flops.causal  # rows are padded
 
 
-@pytest.mark.long
 def test_a_second_run_finds_the_programs(programs: Programs, tmp_path: Path) -> None:
     use = next(use for use in programs.uses if use.kind == "reduce")
     first = Compiler(HERE, tmp_path)
@@ -168,7 +165,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.long
 def test_the_command_says_what_programs_need(
     here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +241,6 @@ def test_without_a_compiler_for_cuda_it_says_what_to_install(
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 @pytest.mark.parametrize(("way", "kernel"), [("auto", "__cudnn$fmhaSoftmax"), ("blockwise", ""), ("dense", "")])
 def test_a_configuration_compiled_for_h100s(way: str, kernel: str) -> None:
@@ -265,7 +260,6 @@ def test_a_configuration_compiled_for_h100s(way: str, kernel: str) -> None:
     assert 0 < step.seconds(programs.target.rates, hidden=True) < step.seconds(programs.target.rates)
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("buckets", "mask"), [("()", "CAUSAL"), ("((2, 512),)", "PADDING_CAUSAL")], ids=["whole rows", "packed rows"]
@@ -287,7 +281,6 @@ def test_no_program_waits_for_a_branch(buckets: str, mask: str) -> None:
         assert all(f'"mask_type": "{mask}"' in text for text in kernels if "llm" in name)
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 def test_a_last_backward_hides_its_reduction() -> None:
     """Of four layers all but the first one's reductions lie beside products, in no more memory and without a copy."""
@@ -305,7 +298,6 @@ def test_a_last_backward_hides_its_reduction() -> None:
     assert counted and abs(counted.error) < 0.1
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 def test_needed_blocks_travel_without_a_branch() -> None:
     """Each program has the transfers of its reach: two arrays over each distance, or none."""
@@ -325,7 +317,6 @@ def test_needed_blocks_travel_without_a_branch() -> None:
     assert all(0 < transfers[kind, 1] < transfers[kind, 2] for kind in "FB"), transfers
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("tower", "of_layer", "beside"),
@@ -348,7 +339,6 @@ def test_a_frozen_tower_copies_nothing_around_its_products(tower: tuple[str, ...
     assert work.kernels == work.launches <= of_layer * layers + beside
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 def test_a_step_that_does_not_fit_names_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Embedding and head of 16 GiB in fp32, with moments, sums and copies: more than an H100 has."""
@@ -364,7 +354,6 @@ def test_a_step_that_does_not_fit_names_the_buffer(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.compiled
-@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_is_understood(name: str) -> None:
     """XLA reads the description, and compiles a product."""
@@ -377,7 +366,6 @@ def test_every_target_is_understood(name: str) -> None:
     assert text and "HloModule" in text
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "settings",
@@ -403,7 +391,6 @@ def test_a_dry_run_counts_what_programs_take(settings: tuple[str, ...]) -> None:
         assert programs.executable(use).arguments == pytest.approx(counted, rel=1e-4), name
 
 
-@pytest.mark.long
 @pytest.mark.compiled
 def test_experts_beside_an_encoder_with_another_layout_have_no_loops() -> None:
     """One program of modules with different meshes, cuDNN's attention, and kernels for products of experts."""

@@ -71,6 +71,7 @@ def _nested(rows_NW, widths, buckets, top) -> bool:
     return buckets[-1] == top and all(cheaper <= dearer for cheaper, dearer in itertools.pairwise(served))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cells=drawn_cells, count=st.integers(1, 5), pairs=st.sampled_from([0.0, 0.05]), unit=st.sampled_from([1, 4]))
 def test_more_buckets_never_cost_more_and_all_that_may_come_has_room(cells, count, pairs, unit):

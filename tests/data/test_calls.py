@@ -120,6 +120,7 @@ def recomputed(question: str, read: tuple[str, ...], dialled: tuple[str, ...]) -
     return {"read": image, "count": str(len(image)), "sum": str(sum(map(int, image or "0"))), "what": call}[words[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [CONFIG, MIXED])
 def test_answers_are_right(config: DigitsConfig) -> None:
     kinds: Counter[str] = Counter()

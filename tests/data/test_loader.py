@@ -201,6 +201,7 @@ def test_workers_are_deaf_to_what_their_parent_answers(name: str) -> None:
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks processes up in /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_workers_die_with_their_parent(how, tmp_path):

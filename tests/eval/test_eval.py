@@ -33,6 +33,8 @@ from mmjax.models.graph import MultimodalModel
 from mmjax.reference import greedy, loss_sum
 from mmjax.train.metrics import read_metrics
 
+pytestmark = pytest.mark.long
+
 BABBLED = STEPS + 1
 
 
@@ -158,7 +160,6 @@ def test_drawings_are_scored_where_the_task_reads_them() -> None:
 # ---- held-out samples
 
 
-@pytest.mark.long
 def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={babbling_run}", "--json", f"--out={tmp_path}"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -184,7 +185,6 @@ def test_held_out_samples(babbling_run: Path, tmp_path: Path, capsys: pytest.Cap
         assert min(picture.size) > 200
 
 
-@pytest.mark.long
 def test_finds_what_training_found(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--run_dir={tiny_run}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"samples": 6, **read_metrics(tiny_run / "eval.jsonl")[-1]}
@@ -200,7 +200,6 @@ def test_text(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(share.endswith("%") and 0 <= float(share[:-1]) <= 100 for share in shares)
 
 
-@pytest.mark.long
 def test_other_layouts_give_the_same_answers(babbling_run: Path, tmp_path: Path) -> None:
     (tmp_path / "one.gin").write_text(ONE_DEVICE + "vision/ViT.width = 64\n")  # only its layouts count
     config = load_run_config(babbling_run, [tmp_path / "one.gin"])
@@ -227,7 +226,6 @@ def test_what_was_made_for_training_under_another_layout_does_not_matter(tiny_ru
     assert as_evaluated(kept) == kept == as_evaluated(load_run_config(tiny_run, [], [given, reorder]))
 
 
-@pytest.mark.long
 def test_only_parameters_are_read(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     load = evaluation.load_parameters
@@ -271,7 +269,6 @@ def test_a_folder(babbling_run: Path, folder: Path, tmp_path: Path, capsys: pyte
     }
 
 
-@pytest.mark.long
 def test_scores_of_a_folder(tiny_run: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder is rigged to expect the model's own answers, except for one."""
     predicted = evaluate(load_run_config(tiny_run), tiny_run, str(folder), style="silent").evaluation.answers

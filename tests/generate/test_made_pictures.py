@@ -23,6 +23,8 @@ from mmjax.generate.messages import for_pictures
 from mmjax.reference import draw
 from mmjax.reference.positions import cut_patches
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[{"role": "user", "content": text}] for text in ("red", "a green one, please")]
 ONE_DEVICE = ("--gin.llm/Layout.pp=1", "--gin.painter/Layout.pp=1", "--gin.painter/Layout.rank_offset=0")
 
@@ -47,7 +49,6 @@ def drawn(capsys: pytest.CaptureFixture[str], *flags: str) -> list[list[np.ndarr
     return [[np.asarray(Image.open(path)) for path in answer["pictures"]] for answer in answers]
 
 
-@pytest.mark.long
 def test_pictures_are_the_references_under_layouts(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +141,6 @@ def test_wrong_prompts_for_pictures_are_refused_in_one_line(
     assert stopped.value.code == 2 and line in said
 
 
-@pytest.mark.long
 def test_a_model_without_a_generator_makes_no_pictures(
     tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

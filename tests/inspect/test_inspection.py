@@ -74,6 +74,7 @@ def test_figures_text_and_pictures(tmp_path, capsys):
         assert (tmp_path / "pictures" / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_the_picture_of_a_mask_has_the_shares_of_its_pairs(tmp_path: Path) -> None:
     """Block by block those of all pairs, also where a block is several tokens."""
     own = ("llm/Decoder.mask='cornstarch'", "llm/Decoder.chunk=20", "llm/Decoder.full_every=2")

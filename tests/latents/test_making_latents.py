@@ -65,6 +65,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     return {f"{key}.{name}": store.stored(key, name) for key in store for name in (MEAN, LOG_VARIANCE)}
 
 
+@pytest.mark.long
 def test_latents_are_those_of_the_autoencoder(pictures: Path, vae: Autoencoder, tmp_path: Path) -> None:
     made = maker(vae, tmp_path, dtype="float32").make(Folder(str(pictures)))
     assert (made.made, made.there) == (COUNT, 1)

@@ -176,6 +176,7 @@ def create(dp, **values):
 """
 
 
+@pytest.mark.long
 def test_a_fresh_process_gets_virtual_devices_threads_and_a_cache(tmp_path):
     lines = printed(CREATE + "create(3)\nprint(jax.config.jax_compilation_cache_dir)", XDG_CACHE_HOME=str(tmp_path))
     assert lines == ["3 3 12", str(tmp_path / "mmjax" / "xla")]
@@ -232,6 +233,7 @@ FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_gpu_e
 MERGER = "--xla_gpu_dot_merger_threshold_mb=0"
 
 
+@pytest.mark.long
 def test_the_settings_of_gpus_precede_the_backend_where_it_may_be_a_gpu():
     """XLA ends a process that starts with a flag that it does not know: all are known here."""
     known = "; jax.config.update('jax_platforms', 'cpu'); jax.jit(abs)(1.0)"
@@ -325,6 +327,7 @@ print("passed")
 """What an encoder on four ranks and two LLM stages of two dispatch: programs of 2, 4, 6 and 8 devices, many queued."""
 
 
+@pytest.mark.long
 def test_programs_of_many_sizes_queue_up_without_starving():
     start = "from mmjax import Layout, World, WorldConfig\nWorld.create(WorldConfig(), [Layout(dp=8)])"
     assert printed(MIX.format(start=start)) == ["passed"]

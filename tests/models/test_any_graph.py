@@ -281,6 +281,7 @@ def test_callbacks_stand_between_the_parts_of_a_module() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "place"), SPOTS)
 def test_what_a_callback_gives_takes_the_place_of_what_it_was_given(module: str, place: str) -> None:
     """Without tokens of others, a module does not depend on them; without features, not on anything."""

@@ -189,6 +189,7 @@ def test_presets_are_the_published_models(name: str) -> None:
     )
 
 
+@pytest.mark.long
 def test_presets_have_the_published_sizes() -> None:
     sizes = {"llama3.1-8b": 8_030_261_248, "mistral-7b": 7_241_732_096, "qwen2.5-7b": 7_615_616_512}
     sizes |= {"qwen3-8b": 8_190_735_360, "qwen3-30b-a3b": 30_532_122_624}

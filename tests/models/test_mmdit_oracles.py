@@ -168,6 +168,7 @@ def assert_gradients_close(case: str, gradients: dict[str, np.ndarray]) -> None:
     assert_close(gradients["patches"], in_our_order(oracles()[f"{case}/d_sample"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_predictions_and_their_gradients_are_those_of_diffusers(case: str) -> None:
     """Rows that are no square, texts of several lengths, and a picture that another one is made from."""

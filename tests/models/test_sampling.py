@@ -62,6 +62,7 @@ def test_no_temperature_takes_the_likeliest(tp: int) -> None:
     np.testing.assert_allclose(logprobs, log_softmax(given[:, :VOCAB]).max(1), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_chance_depends_on_seed_and_place_alone() -> None:
     """Not on the cut of the vocabulary, nor on the rows beside."""
     given, seeds, numbers = logits(6), [3, 3, 4, 5, 6, 7], [0, 1, 0, 0, 2, 3]

@@ -135,6 +135,7 @@ def test_another_canvas_changes_nothing() -> None:
     assert np.abs(small - large).max() <= 1e-5 * np.abs(large).max()
 
 
+@pytest.mark.long
 def test_ranks_of_tp_compute_the_same() -> None:
     given = pictures(TINY, SIZES)
     for one, split in zip(given, predicted(TINY, given, (8, 12), tp=2), strict=True):
@@ -191,6 +192,7 @@ def test_traced_flops_are_those_of_the_study(pixels: int) -> None:
     assert LatentUNet(c).forward_flops([places]) == unet(pixels).flops
 
 
+@pytest.mark.long
 def test_flops_of_several_pictures_are_a_sum() -> None:
     module = LatentUNet(TINY)
     assert module.forward_flops([16, 96]) == module.forward_flops([16]) + module.forward_flops([96])

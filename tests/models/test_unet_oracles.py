@@ -29,6 +29,8 @@ from mmjax.models.unet.module import LatentUNet
 from mmjax.models.unet.weights import rows, settings, to_hf_config, unused
 from mmjax.weights.table import assemble, expand, match
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[1] / "oracles" / "unet"
 NAMES = [
     ("tiny", "odd"),
@@ -148,7 +150,6 @@ def test_output_and_gradients_equal_diffusers(name: str, case: str) -> None:
     assert_equal(name, case, *computed(name, case))
 
 
-@pytest.mark.long
 def test_recomputing_changes_nothing() -> None:
     assert_equal("tiny", "odd", *computed("tiny", "odd", remat="full"))
 
@@ -201,7 +202,6 @@ def test_other_configurations_are_refused_by_name(key: str, value: object) -> No
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.long
 def test_presets_are_published_models() -> None:
     c = from_preset(UNetConfig, "sd-2.1")
     theirs = settings({"_class_name": "UNet2DConditionModel", **SD21})

@@ -175,6 +175,7 @@ def test_merged_patches_and_tp_have_the_same_features(family: str, padding: int)
     assert_theirs(family, c, inputs, features(c, read, inputs, tp=2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [

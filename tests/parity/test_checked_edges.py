@@ -119,6 +119,7 @@ def run_clips(model: MultimodalModel, leaves: dict[str, Any], arrays: dict[str, 
     return np.asarray(jax.jit(mapped)(params, {name: arrays[name] for name in stage.inputs}, tokens))
 
 
+@pytest.mark.long
 def test_two_clips_of_a_row_are_encoded_as_each_alone() -> None:
     """By the module on packed rows, and by the reference clip by clip: with rotation, mask and order of images."""
     config = TemporalConfig(layers=2, width=8, heads=2, mlp=12, rope_theta=3.0)

@@ -113,6 +113,7 @@ def assert_equal(changes: Changes, steps: int = 2) -> None:
 FAST = "windows of two, the last shorter"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -145,6 +146,7 @@ def session(changes: Changes) -> Session:
     return Session(small.recipe, sample_packer(small.recipe, tokenizer, samples), samples)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

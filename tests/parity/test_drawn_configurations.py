@@ -168,6 +168,7 @@ def qwen_towers(draw: st.DrawFn) -> Changes:
 DRAWING = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.long
 @settings(DRAWING, derandomize=True, max_examples=100)
 @given(configurations())
 def test_what_is_drawn_is_legal(changes: Changes) -> None:

@@ -94,6 +94,7 @@ SLOW |= {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -147,6 +147,7 @@ def check_ends(made: Executor) -> set[str]:
 THERE = {"pack", "move", "unpack"}
 
 
+@pytest.mark.long
 def test_the_end_of_a_split_backward_is_that_of_what_each_half_made() -> None:
     model = graph_toy.placed(apart((FROZEN,), LLM, {"vision": 1, "llm": 2}).graph)
     made = graph_toy.executor(model, model.graph.with_split(), MICROBATCHES, "zb-h1")

@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_dense_reference(case: Case) -> None:
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)

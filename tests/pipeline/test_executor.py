@@ -20,6 +20,8 @@ from mmjax.pipeline.straight import StraightExecutor
 from mmjax.pipeline.watch import measured_in_flight
 from mmjax.schedule.ops import Op
 
+pytestmark = pytest.mark.long
+
 # The shapes of test_parity, so that nothing new is compiled.
 FAN_IN = Case(vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, pp=2), microbatches=4, samples=25)
 ONE_PROGRAM = Case()
@@ -36,7 +38,6 @@ def assert_same(got: Leaves, want: Leaves) -> None:
 # ---- buffers in flight -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_microbatches_in_flight_are_the_distance_to_the_sink_plus_one(schedule: str) -> None:
     session = Session(replace(FAN_IN, schedule=schedule)).start()
@@ -80,7 +81,6 @@ def test_nothing_is_left_after_a_step(case: Case) -> None:
     assert executor.sums == {}, "the next step's first backward makes zeros"
 
 
-@pytest.mark.long
 def test_a_stage_without_backward_drops_its_inputs_at_once() -> None:
     session = Session(replace(FAN_IN, frozen=("vision", "vision_projector"))).start()
     executor, seen = session.executor, []

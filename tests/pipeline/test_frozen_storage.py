@@ -139,6 +139,7 @@ def held_bytes(tree: Any) -> dict[Any, int]:
     return result
 
 
+@pytest.mark.long
 def test_a_frozen_module_takes_two_bytes_a_parameter() -> None:
     """Whole on every rank it is computed with as it lies; sharded, two bytes are divided among the ranks."""
     session = Session(MASTERS)
@@ -221,6 +222,7 @@ def test_leaves_are_saved_as_they_are_held_and_taken_in_any_dtype() -> None:
             assert (array.dtype, array.sharding) == (aval.dtype, aval.sharding)
 
 
+@pytest.mark.long
 def test_in_fp32_nothing_is_held_otherwise() -> None:
     states = [Session(replace(MASTERS, dtype="float32", frozen=f)).placed.stages for f in ((), MASTERS.frozen)]
     for name in states[0]:

@@ -126,6 +126,7 @@ def test_memory_of_pulled_parameters() -> None:
     assert states["step"].sums == states["pull"].sums and states["step"].masters == states["pull"].masters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_published_masters_are_counted_as_copies(dtype: str) -> None:
     placed = parity.Session(replace(PULLED, dtype=dtype)).placed

@@ -18,6 +18,8 @@ from mmjax.pipeline.link_trials import LinkTrial, link_trials, programs_of
 from mmjax.pipeline.straight import StraightExecutor
 from mmjax.train.warm_up import WarmUp, WarmUpError, warm_up
 
+pytestmark = pytest.mark.long
+
 BOTH = ("forward", "backward")
 
 
@@ -34,7 +36,6 @@ def run(executor: toy.Run, trials: tuple[LinkTrial, ...] = (), seconds: float = 
     return warm_up(trials or link_trials(executor), executor.placed.world, seconds)
 
 
-@pytest.mark.long
 def test_everything_that_a_step_sends_is_tried(executor: toy.Run) -> None:
     found = {link.name: link for link in run(executor).links}
     edges = ("eye.0->ear.0", "eye.0->llm.0", "ear.0->llm.0", "llm.0->llm.1")

@@ -54,6 +54,7 @@ def arriving(routing: Routing) -> Counter[int]:
     return Counter(route.target for route in routing.routes for _ in range(size))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("route", ["leader", "sliced"])
 def test_a_rank_receives_its_share_of_the_tokens(route: str) -> None:
     model = placed(route)
@@ -76,6 +77,7 @@ def test_lists_that_no_stage_sends_by_are_refused() -> None:
         placed("leader").trace(inputs)
 
 
+@pytest.mark.long
 def test_the_stage_that_reads_them_sums_no_gradients() -> None:
     """Whole rows have gradients on every rank, which are summed; of listed tokens each rank has those of its own."""
     model = placed("leader")

@@ -176,6 +176,7 @@ def _used(program: Program) -> tuple[int, int]:
     return held, said.temp_size_in_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [NON_COLOCATED, TIED], ids=["NC", "tied"])
 def test_whole_gradients_take_the_memory_of_the_sums_and_give_it_back(case: Case) -> None:
     """With dp=1 whatever reduce and update give overwrites what they read, but for what a borrower sends to the owner.

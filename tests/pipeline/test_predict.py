@@ -112,6 +112,7 @@ def predictor(case: Case, samples: Sequence[Sample]) -> tuple[Predictor, list[An
     return made, batch, starts, states
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=n, marks=MARKS.get(n, ())) for n, c in CASES.items()],

@@ -117,6 +117,7 @@ def test_a_pipeline_is_one_shard_map_and_no_branch_waits_for_another(traced: Any
     assert summed and not [e for e in summed if "pp" in e.params["axes"]]
 
 
+@pytest.mark.long
 def test_a_device_holds_its_own_states_and_the_padding_of_the_union(traced: Any) -> None:
     executor, _ = traced
     held = shard_bytes(executor.programs()[0].avals[0])

@@ -102,6 +102,7 @@ def compiled(function: Any, *args: Any) -> tuple[Any, float]:
     return program(*args), analysis["flops"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "remat", "tied", "dtype", "frozen"), CASES)
 def test_b_and_w_together_are_the_backward(
     stage: str, remat: str, tied: bool, dtype: str, frozen: tuple[str, ...]
@@ -273,6 +274,7 @@ def test_a_weight_that_two_products_read_is_left_to_b() -> None:
     assert "llm/ends/up" in by_name(functions.backward_avals[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_between_b_and_w_only_inputs_and_outputs_gradients_of_products_are_kept(remat: str) -> None:
     """The figures are per token and tp rank; q, k, v share an input, as do gate and up. What has the model's width is

@@ -130,6 +130,7 @@ FAST = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "remat", "tied", "frozen"),
     [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in MATRIX],
@@ -219,6 +220,7 @@ def test_the_same_transformation_in_a_checkpointed_body_keeps_nothing() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
     trained, frozen = trace(), trace(frozen=("llm",))
     for stage in ("llm.0", "llm.1"):
@@ -228,6 +230,7 @@ def test_a_frozen_stage_with_something_trained_upstream_keeps_less() -> None:
     assert size(frozen["vision.0"].residual_avals) == size(trained["vision.0"].residual_avals)
 
 
+@pytest.mark.long
 def test_with_nothing_trained_upstream_nothing_is_kept_and_there_is_no_backward() -> None:
     placed, stages = traced(frozen=("vision", "vision_projector"))
     assert not stages["vision.0"].has_backward and stages["vision.0"].residual_avals == []
@@ -299,6 +302,7 @@ def kinds(hlo: str) -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
+@pytest.mark.long
 def test_host_inputs_are_not_kept() -> None:
     for functions in trace(remat="full").values():
         # Loss weights have the shape of the losses, which are kept.

@@ -413,6 +413,7 @@ def test_a_step_is_whole_or_not_at_all(run: type[toy.Run]) -> None:
     assert counts(executor) == {1} and np.isfinite(loss) and all(np.isfinite(norm) for norm in norms.values())
 
 
+@pytest.mark.long
 @ALL_RUNS
 def test_with_nothing_trained_a_step_is_its_loss(run: type[toy.Run]) -> None:
     configs, buckets = toy.optimizers(toy.MODULES), (2, 2, 2)

@@ -268,6 +268,7 @@ def test_states_and_logical_leaves_are_the_same_thing(
             stage.state.from_logical({}, 5)
 
 
+@pytest.mark.long
 def test_a_module_is_restored_beside_one_that_begins() -> None:
     """An encoder goes on, its moments younger than the run, where its projector, on the same stage, starts anew."""
     stage = place(LAYOUTS["dp=3"]).stages["vision.0"].state

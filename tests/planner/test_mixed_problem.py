@@ -50,6 +50,7 @@ def mixed_problems(draw: st.DrawFn) -> dict[str, Any]:
     return {"kinds": kinds, "global_batch": batch, "microbatch": microbatch, "modules": modules}
 
 
+@pytest.mark.long
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(mixed_problems(), st.sampled_from([1, 2.5, math.inf]))
 def test_the_best_plan_is_that_of_trying_everything(drawn: dict[str, Any], real_from: float) -> None:

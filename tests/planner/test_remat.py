@@ -68,6 +68,7 @@ def best_of_all(mode: str, work: Work, devices: int, memory: float) -> Estimate 
     return min(fitting, key=lambda estimate: estimate.seconds, default=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [HOMOGENEOUS, NON_COLOCATED])
 @pytest.mark.parametrize("memory", [1.2, 0.75, 0.5, 0.35])
 def test_the_plan_is_as_good_as_every_remat_in_every_layout(mode: str, memory: float) -> None:

@@ -108,6 +108,7 @@ def test_a_run_that_goes_on_equals_one_that_did_not_stop(
     assert run(pictures, tmp_path)[1] == lines  # a finished run does nothing
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_a_folder_whose_latents_have_deviation_1(
     trained: tuple[np.ndarray, list[dict]], pictures: Path, folder: Path
 ) -> None:

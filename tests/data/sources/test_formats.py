@@ -70,6 +70,7 @@ def test_four_layouts_make_equal_batches(paths):
     assert len(set(steps)) == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_mixed_batches_do_not_depend_on_workers_nor_on_where_a_run_begins(paths, workers):
     wanted = batches(paths, *KINDS)

@@ -300,6 +300,7 @@ THIN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", list(THIN))
 def test_thin_images_take_little(rule, monkeypatch):
     """Under every rule: no picture on the way is large, whichever side is long, or the image is left out by name."""

@@ -117,6 +117,7 @@ def _make(folder: Path, answers) -> None:
     answers.put((heard.lines, source(folder, heard).meta(3).tokens))
 
 
+@pytest.mark.long
 def test_several_processes_make_it_once(data):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
