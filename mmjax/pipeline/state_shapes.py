@@ -166,7 +166,7 @@ class StateShapes:
         """Whether a step's last backward of the stage can reduce its gradients.
 
         They are whole on several ranks, that is, matrices; layers are not stacked; no other stage has part of a
-        gradient.
+        gradient. Not with kernels of convolutions, whose sums XLA would copy.
         """
         layout, spread = self.submesh.layout, self.submesh.spread
         trained = [zero.leaf for zero in jax.tree.leaves(self.zero) if zero.leaf.module in self.trainable]
@@ -175,7 +175,8 @@ class StateShapes:
         is_shared = any(count > 1 for count in ranks) and not layout.scatters_gradients
         is_stacked = any(leaf.layers is not None for leaf in trained)
         has_ties = bool(self._trained(self.lent) or self._trained(self.borrowed))
-        return self._overlap_grad_reduce and is_shared and not has_ties and not is_stacked
+        has_convolutions = any(len(leaf.shape) > 3 for leaf in trained)
+        return self._overlap_grad_reduce and is_shared and not (has_ties or is_stacked or has_convolutions)
 
     @cached_property
     def reductions(self) -> dict[str, Reduction]:

@@ -10,8 +10,10 @@ from parity import Case
 from test_parity import COLOCATED, assert_equal_to_reference
 
 from mmjax.mesh.layout import Layout
+from mmjax.mesh.world import World
 from mmjax.pipeline.executor import Executor
 from mmjax.pipeline.link_trials import link_trials
+from mmjax.pipeline.place import PlacedModel, Settings
 
 APART = Case(
     vision=Layout(dp=4, rank_offset=4), llm=Layout(tp=2, dp=2), unroll=True, overlap=True, remat="dots", clip_norm=0.7
@@ -89,3 +91,14 @@ def test_training_equals_the_dense_reference(case: Case, kinds: dict[str, str]) 
         tried = {trial.name.removesuffix(" reduce") for trial in link_trials(executor) if trial.kind == "reduce"}
         assert tried.isdisjoint(kinds), "before step 1 these ranks try a sum in place of a reduce"
     assert_equal_to_reference(parity.run(case), parity.expected(case), case)
+
+
+def test_a_unet_has_a_reduce_of_its_own() -> None:
+    """Its kernels' sums would be copied in the last backward; the LLM beside it has none."""
+    case = Case(model="drawing, unet")
+    model = replace(parity.MODELS[case.model], unroll=True)
+    layouts = {name: Layout(dp=2, rank_offset=2 * place) for place, name in enumerate(model.nodes)}
+    settings = Settings(optimizers=parity.optimizers(case), total_steps=1, overlap_grad_reduce=True)
+    placed = PlacedModel(model, layouts, World.planned(2 * len(layouts)), settings)
+    reduces = {name: stage.state.reduces_in_backward for name, stage in placed.stages.items()}
+    assert reduces == {"vision.0": True, "llm.0": True, "painter.0": False}
