@@ -240,6 +240,25 @@ def _products(module: Module, computation: Computation, instruction: Instruction
             inner_size *= left.dimensions[int(dimension)]
         dtypes = f"{left.dtype} x {right.dtype} -> {instruction.results[0].dtype}"
         yield dtypes, 2.0 * instruction.results[0].size * inner_size
+    elif "__cudnn$conv" in instruction.target:
+        yield _convolution(computation, instruction)
+
+
+def _convolution(computation: Computation, instruction: Instruction) -> tuple[str, float]:
+    """Dtypes and FLOPs of a convolution of cuDNN: each place of its output reads one kernel of all input channels.
+
+    Labels, such as "b01f_o01i->b01f", are those of the forward convolution in its gradients too.
+    """
+    first, second = (computation[operand].results[0] for operand in instruction.operands[:2])
+    result = instruction.results[0]
+    output, kernel = result, second
+    if "BackwardInput" in instruction.target:
+        output = first
+    elif "BackwardFilter" in instruction.target:
+        output, kernel = second, result
+    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.text)
+    channels = kernel.dimensions[labels[1].index("o")] if labels else 1
+    return f"{first.dtype} x {second.dtype} -> {result.dtype}", 2.0 * output.size * kernel.size / channels
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------

@@ -149,6 +149,31 @@ def test_products_of_cublas_and_their_workspace() -> None:
     assert work.bytes == 2 * (128 * 256 + 256 * 512 + 128 * 512)
 
 
+@pytest.mark.parametrize(
+    ("target", "operands", "result"),
+    [
+        ("Forward", ("bf16[7,64,64,320]", "bf16[640,3,3,320]"), "bf16[7,32,32,640]"),
+        ("BiasActivationForward", ("bf16[7,64,64,320]", "bf16[640,3,3,320]"), "bf16[7,32,32,640]"),
+        ("BackwardInput", ("bf16[7,32,32,640]", "bf16[640,3,3,320]"), "bf16[7,64,64,320]"),
+        ("BackwardFilter", ("bf16[7,64,64,320]", "bf16[7,32,32,640]"), "bf16[640,3,3,320]"),
+    ],
+)
+def test_convolutions_and_their_gradients_have_equal_flops(target: str, operands: tuple[str, str], result: str) -> None:
+    """Of stride 2: an output's place reads 3 · 3 · 320 numbers for each of 640 channels."""
+    layout = "{3,2,1,0}"
+    lines = (
+        *(
+            f"  %{name} = {shape}{layout} parameter({place})"
+            for place, (name, shape) in enumerate(zip("lr", operands, strict=True), 1)
+        ),
+        f"  %c = ({result}{layout}, u8[0]{{0}}) custom-call(%l, %r), window={{size=3x3 stride=2x2 pad=1_1x1_1}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}", backend_config={{}}',
+    )
+    work = work_of(Module.of(text(*lines)), RATES)
+    assert work.flops["products"] == 2 * 7 * 32 * 32 * 640 * 9 * 320
+    assert work.products == {"bf16 x bf16 -> bf16": 1}
+
+
 def test_groups_and_asynchronous_collectives() -> None:
     lines = (
         "  %x = f32[1024]{0} parameter(1)",
