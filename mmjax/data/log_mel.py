@@ -65,7 +65,7 @@ class LogMel:
 
     @property
     def power(self) -> int:
-        """The power of magnitudes of which bins are sums: 2 for "whisper", else 1."""
+        """The power of the magnitudes that bins add up: 2 for "whisper", else 1."""
         return 2 if self.log == "whisper" else 1
 
     def frames(self, samples: int, multiple: int = 1) -> int:

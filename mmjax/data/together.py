@@ -62,7 +62,7 @@ class Together:
 
 
 class JoinedRows:
-    """The rows of an op of several microbatches, of which some may be absent; see `PartialArray`.
+    """The rows of an op of several microbatches; some may be absent, see `PartialArray`.
 
     Index it by a slice of rows, perhaps with indices of further axes. Attributes: `shape`, `dtype`, `ndim`.
     """

@@ -95,7 +95,7 @@ class _Sharing(Transfer):
         return self.transfer.pack(x)
 
     def move(self, packed: Any) -> Any:
-        """Moves what was packed, which is of all microbatches."""
+        """Moves the packed arrays, which are of all microbatches."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> Any:
@@ -125,7 +125,7 @@ class _Joining(Transfer):
         return x if self.kind == "local" else self.transfer.pack(self._joining(*x))
 
     def move(self, packed: Any) -> Any:
-        """Moves what was packed, which is of all microbatches."""
+        """Moves the packed arrays, which are of all microbatches."""
         return self.transfer.move(packed)
 
     def unpack(self, moved: Any) -> jax.Array:

@@ -100,7 +100,7 @@ class Context:
         return jax_compat.all_gather_invariant(x_BT, self.axes.stream, 1) if self.axes.stream else x_BT
 
     def part_of(self, places: int) -> int:
-        """This rank's number of ``places`` of a row, of which ranks that split rows have equal parts."""
+        """This rank's number of a row's ``places``; ranks that split rows have equal parts."""
         return places // lax.axis_size(self.axes.positions) if self.axes.positions else places
 
     def largest(self, x_BT: Array) -> Array:

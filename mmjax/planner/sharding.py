@@ -28,7 +28,7 @@ class SharedStates:
     uses: int = 1
 
     def gather(self, clock: Clock, shard: float, *, first: int) -> float:
-        """Seconds of a gather of arrays of which each rank has `shard` bytes; `first` as for `group_gather`."""
+        """Seconds of a gather of arrays; each rank has `shard` bytes of them; `first` as for `group_gather`."""
         return group_gather(clock, shard * self.ranks, ranks=self.ranks, apart=self.apart, first=first)
 
 

@@ -117,7 +117,7 @@ class Recurrence:
         return np.concatenate([varying, np.broadcast_to(constants, (len(constants), varying.shape[1]))])
 
     def of_ops(self, table_CMK: np.ndarray) -> np.ndarray:
-        """The costs of ops, each at its first microbatch, in a table like that of `makespans`.
+        """The costs of ops, each at its first microbatch, in a table like the one of `makespans`.
 
         The other microbatches of an op keep their costs, which no op has.
         """

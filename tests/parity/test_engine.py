@@ -217,8 +217,8 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows balanced in compute in which media overlap by a patch."""
     original = packing.spread
 
-    def spread(sizes: Any, rows: int, capacity: int, pairs: float) -> Any:
-        found = original(sizes, rows, capacity, pairs)
+    def spread(sizes: Any, rows: int, capacity: int, pairs: float, *, alone: bool) -> Any:
+        found = original(sizes, rows, capacity, pairs, alone=alone)
         return [(row, max(0, start - 1)) for row, start in found] if pairs else found
 
     monkeypatch.setattr(packing, "spread", spread)

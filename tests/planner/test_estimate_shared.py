@@ -26,6 +26,7 @@ class Steady:
     process: int = 0
     op: float = OP
     peak: float = 0.0
+    platform: str = "cpu"
 
     def of(self, module: str) -> Steady:
         return self
