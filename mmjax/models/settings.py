@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend_layout, check_backend_run
@@ -192,6 +193,37 @@ class ConditionTokens(ModuleSettings):
             return
         fix = f"a row is a condition ({field}={self.queries}) and a picture, and is not cut; set it to False"
         require(not (self.queries and layout.shares_tokens), f"{name}/Layout.sp", layout.sp, fix)
+
+
+class OnCanvases:
+    """Settings of a module whose rows are canvases, with a picture in the upper left corner of each."""
+
+    canvases: tuple[tuple[int, int], ...]
+
+    def canvas(self, places: int) -> tuple[int, int]:
+        """Rows and columns of the canvas of so many places.
+
+        Raises:
+          ValueError: there is no such canvas.
+        """
+        for rows, columns in self.canvases:
+            if rows * columns == places:
+                return rows, columns
+        raise ValueError(f"a row of {places} places is none of the canvases {self.canvases}")
+
+    def check_canvases(self, field: str) -> None:
+        """Raises ``ConfigError`` unless there are canvases, each of which holds the one before.
+
+        ``field`` is the setting, such as "UNet.canvases".
+        """
+        require(bool(self.canvases), field, self.canvases, "has none; give rows and columns, ((64, 64),)")
+        for sides in self.canvases:
+            fix = "must be pairs of rows and columns, such as ((64, 64),)"
+            require(len(sides) == 2 and min(sides) > 0, field, self.canvases, fix)
+        for before, after in pairwise(self.canvases):
+            fix = f"must hold the canvas before: {after} is no larger than {before}; sort them, or leave one out"
+            holds = before != after and before[0] <= after[0] and before[1] <= after[1]
+            require(holds, field, self.canvases, fix)
 
 
 class SquarePatches:

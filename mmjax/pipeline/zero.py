@@ -47,8 +47,8 @@ class Reduction:
     def __call__(self, local: jax.Array) -> jax.Array:
         """This rank's part of the sum."""
         if self.shards:
-            widths = [(0, self.padding if dim == self.dimension else 0) for dim in range(local.ndim)]
-            local = lax.psum_scatter(jnp.pad(local, widths), self.shards, scatter_dimension=self.dimension, tiled=True)
+            local = _padded(local, self.dimension, self.padding)
+            local = lax.psum_scatter(local, self.shards, scatter_dimension=self.dimension, tiled=True)
         return lax.psum(local, self.axes)
 
     def zeros(self, like: jax.Array) -> jax.Array:
@@ -138,7 +138,7 @@ class ZeroLeaf:
 
     def pad(self, x: jax.Array) -> jax.Array:
         """Adds zeros as padding, to a whole array or to a local one (the padded dimension is never split over tp)."""
-        return jnp.pad(x, [(0, self.padding if dim == self.dimension else 0) for dim in range(x.ndim)])
+        return _padded(x, self.dimension, self.padding)
 
     def unpad(self, x: jax.Array) -> jax.Array:
         """Removes the padding of a sharded leaf."""
@@ -193,3 +193,8 @@ def shard_axes(leaf: Leaf, axes: Axes) -> tuple[str, ...]:
     """The axes of an optimizer instance over which a leaf's master is sharded: those whose ranks have the same part."""
     split = split_axes(leaf.spec(axes))
     return tuple(axis for axis in axes.shard if axis not in split)
+
+
+def _padded(x: jax.Array, dimension: int | None, padding: int) -> jax.Array:
+    """``x`` with so many zeros behind its entries along a dimension; ``None`` stands for none."""
+    return jnp.pad(x, [(0, padding if dim == dimension else 0) for dim in range(x.ndim)])

@@ -135,16 +135,19 @@ def open_remat(recipe: Recipe) -> tuple[str, ...]:
 
 def with_unroll(recipe: Recipe, platform: str) -> Recipe:
     """The recipe with layers unrolled on a platform such as "gpu", or stacked; unchanged where it says which."""
-    if recipe.train.unroll != AUTO:
-        return recipe
-    return replace(recipe, train=replace(recipe.train, unroll=platform == GPU))
+    return _on_gpus(recipe, "unroll", platform)
 
 
 def with_overlap(recipe: Recipe, platform: str) -> Recipe:
     """The recipe with gradients reduced inside the last backward on a platform such as "gpu"; see ``with_unroll``."""
-    if recipe.train.overlap_grad_reduce != AUTO:
+    return _on_gpus(recipe, "overlap_grad_reduce", platform)
+
+
+def _on_gpus(recipe: Recipe, field: str, platform: str) -> Recipe:
+    """The recipe with a field of ``Train`` that is True on GPUs and False elsewhere; unchanged where it is set."""
+    if getattr(recipe.train, field) != AUTO:
         return recipe
-    return replace(recipe, train=replace(recipe.train, overlap_grad_reduce=platform == GPU))
+    return replace(recipe, train=replace(recipe.train, **{field: platform == GPU}))
 
 
 def with_remat(recipe: Recipe, names: Collection[str], remat: str) -> Recipe:

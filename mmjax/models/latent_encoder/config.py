@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 from mmjax.configurable import configurable, positive, require
 from mmjax.mesh.layout import Layout
 from mmjax.models.autoencoder.config import AutoencoderConfig
 from mmjax.models.choices import Medium
-from mmjax.models.settings import ModuleSettings, SquarePatches
+from mmjax.models.settings import ModuleSettings, OnCanvases, SquarePatches
 
 _NAMES = {
     **{name: name for name in ("channels", "latent_channels", "widths", "groups", "moments_convolution", "causal")},
@@ -38,7 +37,7 @@ def fields_from(c: AutoencoderConfig) -> dict[str, Any]:
 
 @configurable("LatentEncoder")
 @dataclass(frozen=True, kw_only=True)
-class LatentEncoderConfig(ModuleSettings, SquarePatches):
+class LatentEncoderConfig(OnCanvases, ModuleSettings, SquarePatches):
     """The encoder of an autoencoder, frozen: it makes latents of the pictures that a generator learns to make.
 
     A folder of diffusers in ``Weights.path`` decides all fields but ``canvases``.
@@ -89,14 +88,7 @@ class LatentEncoderConfig(ModuleSettings, SquarePatches):
 
     def __post_init__(self) -> None:
         positive("LatentEncoder.layers", self.layers)
-        require(bool(self.canvases), "LatentEncoder.canvases", self.canvases, "has none; use such as ((64, 64),)")
-        for sides in self.canvases:
-            fix = "must be pairs of rows and columns, such as ((64, 64),)"
-            require(len(sides) == 2 and min(sides) > 0, "LatentEncoder.canvases", self.canvases, fix)
-        for before, after in pairwise(self.canvases):
-            fix = f"must hold the canvas before: {after} is no larger than {before}; sort them, or leave one out"
-            holds = before != after and before[0] <= after[0] and before[1] <= after[1]
-            require(holds, "LatentEncoder.canvases", self.canvases, fix)
+        self.check_canvases("LatentEncoder.canvases")
         _ = self.autoencoder  # raises for settings that do not fit together
 
     @property
@@ -120,17 +112,6 @@ class LatentEncoderConfig(ModuleSettings, SquarePatches):
     def needs_whole_rows(self) -> bool:
         """See ``ModuleSettings``."""
         return True
-
-    def canvas(self, places: int) -> tuple[int, int]:
-        """Rows and columns of the canvas of so many places.
-
-        Raises:
-          ValueError: there is no such canvas.
-        """
-        for rows, columns in self.canvases:
-            if rows * columns == places:
-                return rows, columns
-        raise ValueError(f"a row of {places} places is none of LatentEncoder.canvases={self.canvases}")
 
     def check(self, name: str, layout: Layout) -> None:
         """See ``ModuleSettings.check``; ranks share pictures alone."""

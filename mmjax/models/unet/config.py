@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 from mmjax.attention.settings import check_backend
@@ -12,7 +11,7 @@ from mmjax.configurable import configurable, one_of, positive, require, setting_
 from mmjax.mesh.layout import Layout, ModuleSizes
 from mmjax.models.choices import REMATS, Medium
 from mmjax.models.diffusion import Diffusion
-from mmjax.models.settings import ConditionTokens, SquarePatches
+from mmjax.models.settings import ConditionTokens, OnCanvases, SquarePatches
 
 KERNEL = 3
 """Places along the side of a kernel."""
@@ -35,7 +34,7 @@ _STABLE_DIFFUSION = {
 
 @configurable("UNet")
 @dataclass(frozen=True, kw_only=True)
-class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
+class UNetConfig(OnCanvases, Diffusion, ConditionTokens, SquarePatches):
     """A generator of pictures or latents with convolutions, attention inside a picture and attention to a condition.
 
     ``Diffusion`` has the settings of its noise and of drawing. A time is seen as a timestep; ``train_steps`` is that of
@@ -116,7 +115,7 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
         self._check_levels()
         fix = f"must be at most UNet.width ({self.width}), the width of rows"
         require(self.channels <= self.width, "UNet.channels", self.channels, fix)
-        self._check_canvases()
+        self.check_canvases("UNet.canvases")
         check_backend("UNet", self.attention, self.head_width)
 
     def _check_levels(self) -> None:
@@ -134,16 +133,6 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
             require(heads >= 0 and (not heads or width % heads == 0), "UNet.heads_by_level", self.heads_by_level, fix)
         fix = f"must divide the last of UNet.widths ({self.widths[-1]}); use 1"
         require(self.widths[-1] % self.mid_heads == 0, "UNet.mid_heads", self.mid_heads, fix)
-
-    def _check_canvases(self) -> None:
-        require(bool(self.canvases), "UNet.canvases", self.canvases, "has none; give rows and columns, ((64, 64),)")
-        for sides in self.canvases:
-            fix = "must be pairs of rows and columns, such as ((64, 64),)"
-            require(len(sides) == 2 and min(sides) > 0, "UNet.canvases", self.canvases, fix)
-        for before, after in pairwise(self.canvases):
-            fix = f"must hold the canvas before: {after} is no larger than {before}; sort them, or leave one out"
-            holds = before != after and before[0] <= after[0] and before[1] <= after[1]
-            require(holds, "UNet.canvases", self.canvases, fix)
 
     def idle(self) -> dict[str, str]:
         """The fields without effect, given the other fields, each with the reason."""
@@ -195,17 +184,6 @@ class UNetConfig(Diffusion, ConditionTokens, SquarePatches):
                 width = self.widths[level]
             result.append(tuple(inputs))
         return tuple(result)
-
-    def canvas(self, places: int) -> tuple[int, int]:
-        """Rows and columns of the canvas of so many places.
-
-        Raises:
-          ValueError: there is no such canvas.
-        """
-        for rows, columns in self.canvases:
-            if rows * columns == places:
-                return rows, columns
-        raise ValueError(f"a row of {places} places is none of UNet.canvases={self.canvases}")
 
     def sizes(self, name: str) -> ModuleSizes:
         """See ``ModuleSettings.sizes``. Odd numbers of heads are not split, see ``is_split``."""
